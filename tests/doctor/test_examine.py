@@ -1,9 +1,12 @@
 """The fault that costs most comes first, among whatever else there is to say."""
 
+import contextlib
 import re
+from inspect import signature
 
 import pytest
 
+import outsize
 from doctor.records import (
     cpu_machine,
     device,
@@ -18,9 +21,11 @@ from doctor.records import (
     together,
 )
 from hardware.fake_machine import measured, no_nvml, probed
+from outsize.config import MemoryConfig
 from outsize.doctor.examine import examine
-from outsize.doctor.finding import Rule, Seen
-from outsize.doctor.run_record import Facts
+from outsize.doctor.finding import Remedy, Rule, Seen, in_words_of
+from outsize.doctor.rules import RULES
+from outsize.doctor.run_record import Facts, LackingError
 from outsize.hardware.cgroup import Measurement
 from outsize.hardware.gpus import take_inventory
 from outsize.hardware.machine_file import MachineFile, parse
@@ -251,3 +256,31 @@ def test_a_loop_of_the_users_own_is_advised_what_it_has(tmp_path, changes):
         )
         assert not re.search(r"--set|outsize train|its batch", advice)
         assert not finding.remedies
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_every_rule_speaks_to_a_loop_of_the_users_own_in_its_terms(tmp_path, home):
+    """Those that no record here shows, too: no key of a configuration, and only arguments that `outsize.wrap` has."""
+    plan = {
+        "home": home,
+        "workers": 1,
+        "microbatches": 4,
+        "prefetch_depth": 1,
+        "activations": [["recompute"]],
+    }
+    facts = Facts(recorded=run(tmp_path, about={"wrapped": True}, config={}, plan=plan))
+    taken = {*signature(outsize.wrap).parameters, *MemoryConfig.model_fields}
+    for rule in RULES:
+        fixes = (rule.fix,) if isinstance(rule.fix, str) else rule.fix
+        steps = []
+        for fix in fixes:
+            with contextlib.suppress(LackingError):
+                steps.append(fix(facts) if callable(fix) else fix)
+        for advice in filter(None, (*rule.causes, *steps)):
+            words = in_words_of(facts, advice.words if isinstance(advice, Remedy) else advice)
+            assert not re.search(r"[{}|]|\boutsize train", words), rule.id
+            plain = words.replace("optimizer.step()", "").replace("torch.profiler", "")
+            assert not re.search(
+                r"\b(data|train|memory|model|transport|parallel|eval|optimizer|telemetry)\.[a-z_]+", plain
+            ), rule.id
+            assert set(re.findall(r"(\w+) of outsize\.wrap", words)) <= taken, rule.id

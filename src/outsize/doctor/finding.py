@@ -41,8 +41,8 @@ def more_tokens(facts: Facts) -> str | Remedy:
     """Twice the tokens per step, in as many more microbatches: what waits is paid once per step."""
     tokens, count = _of(facts, "train", "tokens_per_step"), _microbatches(facts)
     to = f": {2 * tokens} instead of {tokens}" if tokens else " twice as large"
-    more = f"train.microbatches: {2 * count} instead of {count}" if count else "train.microbatches more"
-    words = f"train.tokens_per_step{to} ({more} where memory is short): what waits is paid once per step"
+    more = f"{{train.microbatches}}: {2 * count} instead of {count}" if count else "{train.microbatches} more"
+    words = f"{TOKENS_PER_STEP}{to} ({more} where memory is short): what waits is paid once per step"
     return Remedy(words, f"train.tokens_per_step={2 * tokens}", is_same_training=False) if tokens else words
 
 
@@ -51,7 +51,7 @@ def fewer_microbatches(facts: Facts) -> Remedy | None:
     count = _microbatches(facts)
     if count is None or count < 2 or _num_workers(facts) > 1:
         return None
-    words = f"train.microbatches: {count // 2} instead of {count}, as far as memory allows"
+    words = f"{{train.microbatches}}: {count // 2} instead of {count}, as far as memory allows"
     return Remedy(words, f"train.microbatches={count // 2}")
 
 
@@ -97,7 +97,7 @@ def home_in_host_memory(facts: Facts) -> Remedy | None:
     if not state_bytes or usable is None or state_bytes > usable:
         return None
     return Remedy(
-        "memory.home: host, which this machine's RAM could hold if it were free", "memory.home=host"
+        "{memory.home}: host, which this machine's RAM could hold if it were free", "memory.home=host"
     )
 
 
@@ -111,28 +111,30 @@ def home_on_disk(facts: Facts) -> Remedy | None:
     """The home on disk, which reads in order what swap reads page by page."""
     if facts.recorded is not None and facts.recorded.plan.get("home") == "disk":
         return None
-    return Remedy("memory.home: disk, which reads in order what swap reads page by page", "memory.home=disk")
+    return Remedy(
+        "{memory.home}: disk, which reads in order what swap reads page by page", "memory.home=disk"
+    )
 
 
 def smaller_host_budget(facts: Facts) -> str | None:
     """Less host memory for what the run keeps there; a home in it is as large as it is."""
     if facts.recorded is not None and facts.recorded.plan.get("home") == "host":
         return None
-    return "a smaller memory.host_memory"
+    return "a smaller {memory.host_memory}"
 
 
 def faster_store(facts: Facts) -> str | None:
     """Another disk for the home."""
     if facts.recorded is None or facts.recorded.plan.get("home") != "disk":
         return None
-    return "memory.store_dir on a faster disk"
+    return "{memory.store_dir} on a faster disk"
 
 
 def more_device_memory(facts: Facts) -> str | None:
     """A larger budget of the device, where one was set below what there is."""
     if not _of(facts, "memory", "device_memory"):
         return None
-    return "a larger memory.device_memory, as far as the device has more, so that loads run further ahead"
+    return "a larger {memory.device_memory}, as far as the device has more, so that loads run further ahead"
 
 
 def further_ahead(facts: Facts) -> Remedy | None:
@@ -140,7 +142,9 @@ def further_ahead(facts: Facts) -> Remedy | None:
     depth = None if facts.recorded is None else facts.recorded.plan.get("prefetch_depth")
     if depth is None or depth > 1:
         return None
-    return Remedy("memory.prefetch: 2, so that loads are on the way while compute works", "memory.prefetch=2")
+    return Remedy(
+        "{memory.prefetch}: 2, so that loads are on the way while compute works", "memory.prefetch=2"
+    )
 
 
 def fewer_workers(facts: Facts) -> str | None:
@@ -161,7 +165,7 @@ def less_recomputation(facts: Facts) -> str | None:
     policy = () if facts.recorded is None else facts.recorded.plan.get("activations", ())
     if not any("recompute" in choices for choices in policy) or not _of(facts, "memory", "device_memory"):
         return None
-    return "less recomputation: a larger memory.device_memory, as far as the device has more"
+    return "less recomputation: a larger {memory.device_memory}, as far as the device has more"
 
 
 def fewer_threads(facts: Facts) -> str | None:
@@ -192,7 +196,7 @@ def compressed_exchange(facts: Facts) -> str | None:
     """Gradients between ranks in 8 bits, where they travel whole."""
     sent = _of(facts, "parallel", "gradients") or "fp32"
     words = "parallel.gradients: int8, a quarter of the bytes, which rounds them"
-    return words if sent == "fp32" else None
+    return words if sent == "fp32" and not is_wrapped(facts) else None
 
 
 def num_ranks(facts: Facts) -> int:
@@ -205,33 +209,21 @@ def is_wrapped(facts: Facts) -> bool:
     return facts.recorded is not None and bool(facts.recorded.about.get("wrapped"))
 
 
-# What a loop of the user's own has in place of a key of the configuration.
-_IN_A_LOOP: Final = {
-    "data.path: tokens made beforehand, on a local disk": "batches made beforehand, in workers of the DataLoader; "
-    "rarer saves and evaluations",
-    "a slow disk or network under data.path": "a slow DataLoader, or one without workers",
-    "train.save_every": "your trainer's save_steps",
-    "train.run_dir": "the directory of its checkpoints",
-    "train.tokens_per_step": "tokens per step (a larger batch, or more backwards before optimizer.step())",
-    "data.seq_len": "sequences",
-    "model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits": "a model "
-    "loaded in torch.float32",
-    "outsize train --profile 3 shows": "torch.profiler around a step shows",
-    "transport.weights: auto sends": 'transport={"weights": "lossless4"} sends',
-}
+# Words of causes, fixes and remedies name a setting in braces: of ``{key|words}`` a loop of the user's own has the
+# words, and ``{section.key}`` is an argument of `outsize.wrap` there.
+TOKENS_PER_STEP: Final = (
+    "{train.tokens_per_step|tokens per step (a larger batch, or more backwards before optimizer.step())}"
+)
 
 
 def in_words_of(facts: Facts, words: str) -> str:
-    """Return an advice with keys of a configuration as arguments of `outsize.wrap`, where the run has those."""
-    if not is_wrapped(facts):
-        return words
-    for key, instead in _IN_A_LOOP.items():
-        words = words.replace(key, instead)
-    return re.sub(
-        r"\b(?:memory|train)\.(microbatches|[a-z]+_memory|home|store_dir|prefetch|numa)\b",
-        r"\1 of outsize.wrap",
-        words,
-    )
+    """Return ``words`` with settings named as their user says them: keys, or arguments and parts of a loop."""
+
+    def name(match: re.Match[str]) -> str:
+        key, _, instead = match[1].partition("|")
+        return (instead or f"{key.partition('.')[2]} of outsize.wrap") if is_wrapped(facts) else key
+
+    return re.sub(r"\{([^{}]+)\}", name, words)
 
 
 def is_on_cpu_alone(facts: Facts) -> bool:

@@ -6,18 +6,16 @@ order of rows decides nothing: findings are ranked by gain. A row with ``limits`
 
 from typing import Final
 
-from outsize.doctor import (
-    device_rules,
-    finding,
-    host_rules,
-    run_rules,
-)
-from outsize.doctor.finding import Remedy, Rule
+from outsize.doctor import device_rules, finding, host_rules, run_rules
+from outsize.doctor.finding import TOKENS_PER_STEP, Remedy, Rule
+from outsize.doctor.link_rules import LINK_RULES, PROBE_AGAIN
 from outsize.doctor.run_rules import waits_for
-from outsize.doctor.transfer_rules import PROBE_AGAIN, STALL_SHARE, TRANSFER_RULES
 
+_LENGTH = "{data.seq_len|sequences}"
+_RUN_DIR = "{train.run_dir|the directory of its checkpoints}"
+_STALL_SHARE = "stall_share and stall_owner in heartbeat.jsonl of the next run"
 RULES: Final[tuple[Rule, ...]] = (
-    *TRANSFER_RULES,
+    *LINK_RULES,
     Rule(
         id="cgroup-memory",
         part="run",
@@ -126,7 +124,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="disk",
         look=host_rules.poor_disk,
         causes=("the directory lies on a network, overlay or memory file system", "an old drive"),
-        fix="memory.store_dir: a directory on a local NVMe with ext4 or XFS",
+        fix="{memory.store_dir}: a directory on a local NVMe with ext4 or XFS",
         verify="outsize probe --directory DIR",
     ),
     Rule(
@@ -134,7 +132,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="disk",
         look=host_rules.sagging_disk,
         causes=("the drive's fast cache is full", "heat", "a virtual disk that has used up its credit"),
-        fix="memory.store_dir on a drive made for writes; memory.home: host where it fits; fewer, larger steps",
+        fix="{memory.store_dir} on a drive made for writes; {memory.home}: host where it fits; fewer, larger steps",
         verify="outsize probe --full --directory DIR: sustained_write_bytes_per_s in machine.json",
     ),
     Rule(
@@ -153,8 +151,15 @@ RULES: Final[tuple[Rule, ...]] = (
         id="loader-bound",
         part="run",
         look=waits_for("data"),
-        causes=("a slow disk or network under data.path", "tokenising or decompressing while training"),
-        fix=(finding.more_loaders, "data.path: tokens made beforehand, on a local disk"),
+        causes=(
+            "a slow {disk or network under data.path|DataLoader, or one without workers}",
+            "tokenising or decompressing while training",
+        ),
+        fix=(
+            finding.more_loaders,
+            "{data.path: tokens made beforehand, on a local disk|batches made beforehand, in workers of the "
+            "DataLoader; rarer saves and evaluations}",
+        ),
         verify="data_s in heartbeat.jsonl",
         limits="the data loader",
     ),
@@ -169,7 +174,7 @@ RULES: Final[tuple[Rule, ...]] = (
         ),
         fix=(
             finding.fewer_microbatches,
-            "data.seq_len or train.tokens_per_step larger, in as many microbatches, until memory is the limit",
+            f"{_LENGTH} or {TOKENS_PER_STEP} larger, in as many microbatches, until memory is the limit",
         ),
         verify="stall_s.dispatch in heartbeat.jsonl",
         limits="Python on the host",
@@ -184,7 +189,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "Muon's products on the host: with ns_on=device of the optimizer a GPU multiplies",
         ),
         fix=(finding.more_tokens,),
-        verify=STALL_SHARE,
+        verify=_STALL_SHARE,
         limits="the optimizer on the host",
     ),
     Rule(
@@ -197,7 +202,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a cold cache",
         ),
         fix=(finding.more_tokens, finding.home_in_host_memory, finding.faster_store),
-        verify=STALL_SHARE,
+        verify=_STALL_SHARE,
         limits="the disk",
     ),
     Rule(
@@ -209,7 +214,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a link that is slower than it should be",
         ),
         fix=(finding.lossless_weights, finding.more_tokens, finding.more_device_memory),
-        verify=STALL_SHARE,
+        verify=_STALL_SHARE,
         limits="the link between host and device",
     ),
     Rule(
@@ -220,7 +225,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "few microbatches for the number of workers: the pipeline fills and drains in every step",
             "units that cannot be dealt out evenly",
         ),
-        fix=("train.tokens_per_step larger, in as many more microbatches", finding.fewer_workers),
+        fix=(f"{TOKENS_PER_STEP} larger, in as many more microbatches", finding.fewer_workers),
         verify="busy_s of the compute lanes in heartbeat.jsonl; timeline.json",
         limits="other workers",
     ),
@@ -241,8 +246,8 @@ RULES: Final[tuple[Rule, ...]] = (
         id="checkpoint-bound",
         part="run",
         look=waits_for("checkpoint"),
-        causes=("a slow disk or network below train.run_dir", "checkpoints that are due too often"),
-        fix=(finding.rarer_checkpoints, "train.run_dir on a faster disk"),
+        causes=(f"a slow disk or network below {_RUN_DIR}", "checkpoints that are due too often"),
+        fix=(finding.rarer_checkpoints, f"{_RUN_DIR} on a faster disk"),
         verify="waits_s in heartbeat.jsonl: checkpoint",
         limits="checkpoints",
     ),
@@ -250,10 +255,11 @@ RULES: Final[tuple[Rule, ...]] = (
         id="microbatch-tiny",
         part="compute",
         look=device_rules.tiny_microbatch,
-        causes=("train.microbatches cuts a step into very small parts", "short sequences, few of them"),
+        causes=("{train.microbatches} cuts a step into very small parts", "short sequences, few of them"),
         fix=(
             finding.fewer_microbatches,
-            "more tokens per step (train.tokens_per_step, data.seq_len) in as many microbatches",
+            "more tokens per step ({train.tokens_per_step, data.seq_len|longer sequences, a larger batch}) "
+            "in as many microbatches",
         ),
         verify="mfu in heartbeat.jsonl",
         limits="tiny microbatches",
@@ -267,7 +273,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "a very small model, whose kernels are short",
             "kernels that were not made for this device; other work on the same processors",
         ),
-        fix="outsize train --profile 3 shows which calls take the time",
+        fix="{outsize train --profile 3|torch.profiler around a step} shows which calls take the time",
         verify="mfu in heartbeat.jsonl",
         limits="slow compute",
     ),
@@ -280,7 +286,7 @@ RULES: Final[tuple[Rule, ...]] = (
             "memory that is given back and taken again: pages handed out",
             "a device that becomes slower when it is warm",
         ),
-        fix="where pages are many, a larger memory.device_memory: memory that steps free is then kept; where other "
+        fix="where pages are many, a larger {memory.device_memory}: memory that steps free is then kept; where other "
         "lanes take the processors, a home in host memory, or weights that cross as they are",
         verify="slowed_s, and cpu_s_by_thread and minor_faults of host, in heartbeat.jsonl",
     ),
@@ -291,7 +297,8 @@ RULES: Final[tuple[Rule, ...]] = (
         causes=("the processor has no products of this dtype, and converts to fp32 and back",),
         fix=(
             Remedy(
-                "model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits",
+                "{model.dtype: fp32, with twice the bytes of each weight; --dtype fp32 --dry-run says what fits|"
+                "a model loaded in torch.float32}",
                 "model.dtype=fp32",
                 is_same_training=False,
             ),
@@ -305,7 +312,7 @@ RULES: Final[tuple[Rule, ...]] = (
         look=run_rules.compute_bound,
         causes=("enough tokens per step to hide all movement",),
         fix=("nothing: only a faster device would be faster", finding.less_recomputation),
-        verify=STALL_SHARE,
+        verify=_STALL_SHARE,
         limits="compute",
     ),
     Rule(
@@ -313,7 +320,7 @@ RULES: Final[tuple[Rule, ...]] = (
         part="run",
         look=run_rules.uneven,
         causes=(
-            "checkpoints: train.save_every",
+            "checkpoints: {train.save_every|your trainer's save_steps}",
             "other work on the machine",
             "a disk that writes back",
             "heat",
