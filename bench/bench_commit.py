@@ -29,8 +29,7 @@ from bench_speed import build
 from outsize.config import Config
 from outsize.config.load import parse_config
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS
-from outsize.runtime.device.allocator import begin_run
-from outsize.runtime.device.heap import own_process, set_thresholds
+from outsize.runtime.device.heap import begin_run, own_process, set_thresholds
 from outsize.session.job.prepare import prepare
 from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer

@@ -96,7 +96,7 @@ class Curve:
 
     def streamed(self, budget: int, batches: list[Any]) -> Cost:
         """Return what a step takes, but for the first; the run is made now, since what is there counts to no budget."""
-        from outsize.runtime.device.allocator import begin_run
+        from outsize.runtime.device.heap import begin_run
         from outsize.session.stream import StreamedTrainer
 
         gc.collect()  # what the run before has left

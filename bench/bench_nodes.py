@@ -131,8 +131,7 @@ class Rank:
 
     def run(self) -> dict[str, Any]:
         """Train, in phases where there are any; returns what came of it."""
-        from outsize.runtime.device.allocator import begin_run
-        from outsize.runtime.device.heap import own_process
+        from outsize.runtime.device.heap import begin_run, own_process
         from outsize.session.decide.rates import measure_rates
         from outsize.session.stream import StreamedTrainer
         from outsize.training.run_data import open_dataset

@@ -30,8 +30,7 @@ import common
 import torch
 
 from outsize.config import load_config
-from outsize.runtime.device.allocator import begin_run
-from outsize.runtime.device.heap import own_process
+from outsize.runtime.device.heap import begin_run, own_process
 from outsize.session.job.prepare import Job, prepare
 from outsize.session.stream import StreamedTrainer
 from outsize.training.forecast import Forecast, forecast

@@ -16,7 +16,7 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import KnownRows, Measured
-from outsize.session.job.made_up import made_up_inputs
+from outsize.session.job.demand import made_up_inputs
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 HEADS, HEAD_DIM, TOKENS = 4, 16, 1024

@@ -8,12 +8,12 @@ import pytest
 
 from cli.command_line import status_of
 from doctor.records import cpu_machine, gpu, gpu_machine, run, step
-from outsize.cli import doctor_trial
+from outsize.cli import doctor_command
 from outsize.cli.text.console import Output
 from outsize.config import Config
 from outsize.config.load import dump_config
 from outsize.doctor.run_record import read_run
-from outsize.training import loop
+from outsize.training import loop, short_runs
 from outsize.training.short_runs import ShortRun, Turns
 from support import make_run
 
@@ -180,14 +180,14 @@ def test_a_starved_loader_is_tried_with_more_threads_and_the_next_fix_beside_the
         tried.append((before.data.workers, after.train.microbatches or 0))
         return Turns(before=(short(1.0),) * 2, after=(short(0.5 if len(tried) == 1 else 2.0),) * 2)
 
-    monkeypatch.setattr(doctor_trial, "by_turns", by_turns)
+    monkeypatch.setattr(short_runs, "by_turns", by_turns)
     trainable(directory, plan={"microbatches": 2}, data_s=1.0, stall_s={"dispatch": 1.5})
     assert doctor("run", "--try") == 0
     assert tried == [(1, 2), (2, 1)]
     assert "to keep: --set data.workers=2 --set data.prefetch=3" in capsys.readouterr().out
     tried.clear()
     trials = [["data.workers=2"], ["data.workers=2"], ["data.workers=none"]]
-    doctor_trial.tried(read_run(directory / "run"), trials, 2, 2, Output(as_json=False))
+    doctor_command.tried(read_run(directory / "run"), trials, 2, 2, Output(as_json=False))
     told = capsys.readouterr()
     assert told.err.count("not tried") == 2
     assert "to keep: --set data.workers=2\n" in told.out

@@ -18,8 +18,8 @@ from cli.test_plan import answer
 from counting import counted
 from outsize.errors import ConfigError
 from outsize.model.build import build_skeleton
+from outsize.session.job.demand import ImageInputs
 from outsize.session.job.known_models import IMAGE
-from outsize.session.job.made_up import ImageInputs
 
 pytestmark = pytest.mark.filterwarnings("default")
 TEXT = {

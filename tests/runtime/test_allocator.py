@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outsize.runtime.device import allocator
-from outsize.runtime.device.allocator import AGAIN_BYTES, TOLERANCE_BYTES, ResidentLimit
+from outsize.runtime.device.heap import AGAIN_BYTES, TOLERANCE_BYTES, ResidentLimit
 
 MIB = 2**20
 START, BUDGET, HOST = 300 * MIB, 100 * MIB, 50 * MIB

@@ -58,7 +58,7 @@ def said(code: str, **environ: str) -> str:
 @needs_glibc
 def test_a_trim_hands_back_what_lies_between_tensors_and_leaves_those():
     code = """
-from outsize.runtime.device.allocator import resident_bytes
+from outsize.runtime.device.heap import resident_bytes
 own_process()
 set_thresholds(heap=True)
 held = [torch.full([2**20], float(number)) for number in range(64)]

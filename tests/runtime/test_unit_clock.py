@@ -7,7 +7,7 @@ from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Choice
-from outsize.runtime.device.allocator import ResidentLimit
+from outsize.runtime.device.heap import ResidentLimit
 from outsize.runtime.trial.unit_clock import _num_samples, _num_waiting, time_units
 from runtime.oddities import VOCAB, Odd
 from runtime.test_calibrate import skeleton

@@ -12,7 +12,7 @@ from outsize.errors import BudgetExceededError, ConfigError
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.predict import question
 from outsize.planner.program.stages import Choice
-from outsize.runtime.device.allocator import ResidentLimit
+from outsize.runtime.device.heap import ResidentLimit
 from outsize.session import session
 from outsize.session.job import demand, machine
 from outsize.wrapped.batching import Autocast

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import outsize
 import zoo
-from outsize.wrapped.packed_state import EXACT
+from outsize.wrapped.optimizer_state import EXACT
 from wrapped.loops import assert_equal, streamed_backward, wrapped
 from wrapped.test_trainer import fit, values
 

@@ -112,11 +112,6 @@ class TextRequest(BaseModel):
         return self.max_tokens
 
     @property
-    def tells_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
     def choice(self) -> dict[str, Any]:
         """How tokens are chosen, as `generate` of transformers takes it."""
         named = {"temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
@@ -254,12 +249,6 @@ def _call(part: ReplyPart) -> dict[str, Any]:
 class Answer:
     """How an answer looks, as a whole and as a stream.
 
-    Args:
-        request: what is answered.
-        num_choices: texts that are written.
-        model: its name.
-        text_of: gives the text of a token.
-
     Attributes:
         readers: that take the texts apart, one each; there before the first token is.
         prompt_tokens: there with them.
@@ -323,7 +312,7 @@ class Answer:
                 yield self._chunk(index, self._holds(index, part))
             why = self._why(parts, one, self._num_calls[index])
             yield self._chunk(index, {"delta": {}} if self._is_chat else {"text": ""}, why)
-        if self._request.tells_usage:
+        if self._request.stream_options and self._request.stream_options.include_usage:
             yield self._event(choices=[], usage=self._usage(texts))
         yield "data: [DONE]\n\n"
 

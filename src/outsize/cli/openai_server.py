@@ -51,12 +51,7 @@ class _GoneError(Exception):
 
 
 class _Job:
-    """A request on its way: what is written goes from the model's thread to the client's coroutine.
-
-    Args:
-        request: what is asked for.
-        answer: as it will look.
-    """
+    """A request on its way: what is written goes from the model's thread to the client's coroutine."""
 
     def __init__(self, request: TextRequest, answer: Answer) -> None:
         self.request, self.answer = request, answer

@@ -253,9 +253,6 @@ def _state_of_data(run: Path) -> str:
 class _Results:
     """What is written of a scoring: a line or a file for each text, and how far a former one came.
 
-    Args:
-        options: of the command.
-
     Raises:
         ConfigError: there is something else.
     """

@@ -45,12 +45,7 @@ def _bf16_words(tensor: Tensor) -> Tensor:
 
 
 def has_bits_of_host(codec: "Codec", kind: str) -> bool:
-    """Return whether numbers that are encoded and decoded on a device of ``kind`` are those of the host.
-
-    Args:
-        codec: that has kernels here.
-        kind: as torch calls it.
-    """
+    """Return whether numbers that are encoded and decoded on a device of ``kind`` are those of the host."""
     host, by_kernels = codec.by(None), codec.by(sys.modules[__name__])
     source = torch.randn(_PROVED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     room = torch.zeros(codec.spec.max_bytes(len(source), "bf16"), dtype=torch.uint8)

@@ -153,14 +153,9 @@ class WindowSections:
         return self.numel % ROWS
 
     @property
-    def block_words(self) -> int:
-        """Words of a whole block."""
-        return BLOCK_ELEMENTS // ROWS * self.layout.num_hosts
-
-    @property
     def tail_start(self) -> int:
         """First word of the shorter block."""
-        return self.num_blocks * self.block_words
+        return self.num_blocks * (BLOCK_ELEMENTS // ROWS * self.layout.num_hosts)
 
     @property
     def left_over_start(self) -> int:

@@ -100,12 +100,7 @@ def _objective(config: "Config") -> list[str]:
 
 
 def refused_by_trainers(config: "Config", where: str) -> list[str]:
-    """Return one line for every setting that a trainer of another library cannot follow.
-
-    Args:
-        config: of the run.
-        where: when that is, for the lines.
-    """
+    """Return one line for every setting that a trainer of another library cannot follow."""
     refusals = []
     for key in _DEFAULT_ALONE:
         section, _, name = key.partition(".")

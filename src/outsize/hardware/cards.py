@@ -313,9 +313,6 @@ def parse_gpus(text: str) -> Machine:
     Up to two cards of a desktop sit in one, two of them on half the lanes each; anything else is a server with all
     lanes for each.
 
-    Args:
-        text: number and name.
-
     Raises:
         ConfigError: not of this form, or an unknown name.
     """

@@ -212,9 +212,6 @@ class GenerationWave:
     def run(self, starts: Sequence[Callable[[], Any]]) -> None:
         """Run generations to their ends, in the order in which they are given.
 
-        Args:
-            starts: each runs one.
-
         Raises:
             InfeasiblePlanError: one takes too much of the device.
         """

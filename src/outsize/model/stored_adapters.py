@@ -132,7 +132,7 @@ def load_in(model: nn.Module, stored: StoredAdapters, source: WeightSource) -> t
     """
     weights, config = stored.weights(), copy.copy(stored.config)
     _resize(model, weights, stored.directory)
-    changes = config.init_lora_weights if _changes(config) else None
+    changes = config.init_lora_weights if getattr(config, "init_lora_weights", None) in _CHANGES else None
     if changes is not None:
         config.init_lora_weights = True
     try:
@@ -252,10 +252,6 @@ def _check_runs(directory: Path, config: Any) -> None:
         raise ModelError(
             f"{directory} holds adapters with {beyond[0]}, which outsize does not run; {_USE_PEFT}"
         )
-
-
-def _changes(config: Any) -> bool:
-    return getattr(config, "init_lora_weights", None) in _CHANGES
 
 
 def _base(directory: Path, config: Any) -> str:

@@ -126,11 +126,7 @@ class _InParts(nn.Module):
 
 
 class Call:
-    """One call of a module whose tokens go in parts.
-
-    Args:
-        module: the module.
-    """
+    """One call of a module whose tokens go in parts."""
 
     def __init__(self, module: _InParts) -> None:
         self._module = module

@@ -299,11 +299,6 @@ def _packed(
 class ScoredSequences:
     """The sequences of a run that learns from a teacher, to be scored by it; those the run is measured on are last.
 
-    Args:
-        config: of the run.
-        stack: is entered in what stays open.
-        announce: told what the data are.
-
     Raises:
         OutsizeError: the run learns something else, or its data cannot be used.
     """

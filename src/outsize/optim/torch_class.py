@@ -216,12 +216,7 @@ class Stepper:
 
 
 class ElementRule:
-    """A class of torch whose update looks at elements one by one, see `outsize.optim.planes.UpdateRule`.
-
-    Args:
-        about: the class.
-        weight_decay: as the class has it.
-    """
+    """A class of torch whose update looks at elements one by one, see `outsize.optim.planes.UpdateRule`."""
 
     def __init__(self, about: TorchClass, weight_decay: float) -> None:
         self._stepper = Stepper(about, weight_decay)
@@ -243,12 +238,7 @@ class ElementRule:
 
 
 class ParameterRule:
-    """A class of torch that steps whole parameters, see `outsize.optim.planes.WholeRule`.
-
-    Args:
-        about: the class.
-        weight_decay: as the class has it.
-    """
+    """A class of torch that steps whole parameters, see `outsize.optim.planes.WholeRule`."""
 
     def __init__(self, about: TorchClass, weight_decay: float) -> None:
         self._about = about

@@ -246,12 +246,7 @@ _NOT_BEGUN = "no run has begun there yet; it is shown here once its first step h
 
 
 class LiveRun:
-    """The data of a run, read again when it is asked for and older than the interval.
-
-    Args:
-        directory: of the run.
-        every_s: seconds between two reads.
-    """
+    """The data of a run, read again when it is asked for and older than the interval."""
 
     def __init__(self, directory: Path, every_s: float) -> None:
         self._directory = directory

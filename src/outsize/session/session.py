@@ -26,11 +26,10 @@ from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.optimizer_spec import WEIGHTS, StateLayout
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.allocator import ResidentLimit, resident_bytes
 from outsize.runtime.device.device import Device, open_device
 from outsize.runtime.device.device_group import open_workers
 from outsize.runtime.device.driver import DriverPinner, pinner_of
-from outsize.runtime.device.heap import trim
+from outsize.runtime.device.heap import ResidentLimit, resident_bytes, trim
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.op_handlers import EngineSettings
 from outsize.runtime.engine.workers import Resources, open_rooms, open_scratch

@@ -118,11 +118,7 @@ _BUSY, _STOLEN = (1, 2, 3, 6, 7), 8
 
 
 class HostSampler:
-    """Samples the host, each time since the time before.
-
-    Args:
-        root: where ``proc`` and ``sys`` are.
-    """
+    """Samples the host, each time since the time before."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root

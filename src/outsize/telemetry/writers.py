@@ -75,12 +75,7 @@ class TensorBoard:
 
 
 class Tracker:
-    """A run of `wandb` or of `trackio`, whose calls are the same.
-
-    Args:
-        module: one of them.
-        options: of its ``init``.
-    """
+    """A run of `wandb` or of `trackio`, whose calls are the same."""
 
     def __init__(self, module: Any, **options: Any) -> None:
         self._module = module

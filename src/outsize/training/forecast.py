@@ -144,14 +144,7 @@ class Forecast:
 
 
 def forecast(prepared: Job, run_dir: Path, announce: Announce, rates: Rates | None = None) -> Forecast | None:
-    """Return what the steps of a run will take; None, said aloud, where that could not be found out.
-
-    Args:
-        prepared: the run.
-        run_dir: its directory, which may hold rates.
-        announce: called with lines for people.
-        rates: that were measured already.
-    """
+    """Return what the steps of a run will take; None, said aloud, where that could not be found out."""
     net = measure_exchange(prepared.group)  # first of all: what fails below may fail on one rank only
     try:
         measured = _measured_here(prepared, run_dir) if rates is None else rates

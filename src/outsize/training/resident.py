@@ -173,7 +173,7 @@ class ResidentTrainer:
             norm = nn.utils.get_total_norm(of_group)
             coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
             for name, gradient in zip(group, of_group, strict=True):
-                rounded = self._as_kept(gradient)
+                rounded = gradient.bfloat16().float() if self._rounds else gradient
                 self.masters[name].grad = rounded.mul_(coefficient).to(self.masters[name].device)
             finite &= bool(torch.isfinite(norm))
         if finite:
@@ -225,10 +225,6 @@ class ResidentTrainer:
         units = [{tensor.name for tensor in unit.tensors} for unit in self._split.spec.units]
         groups = [[name for name in names if name in unit] for unit in units]
         return [group for group in groups if group]
-
-    def _as_kept(self, gradient: Tensor) -> Tensor:
-        """A gradient as it waits for the global norm."""
-        return gradient.bfloat16().float() if self._rounds else gradient
 
 
 def _optimizers_of(

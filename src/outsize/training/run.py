@@ -25,8 +25,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.group.gloo import launched
 from outsize.hardware.cpu import Placement
 from outsize.hardware.gpus import import_nvml
-from outsize.runtime.device.allocator import begin_run
-from outsize.runtime.device.heap import set_thresholds
+from outsize.runtime.device.heap import begin_run, set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.decide.rates import Rates
 from outsize.session.fill import summary

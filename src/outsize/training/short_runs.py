@@ -26,8 +26,7 @@ from outsize.checkpoint.run_checkpoint import check_model_files
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.errors import ConfigError, InfeasiblePlanError
-from outsize.runtime.device.allocator import begin_run
-from outsize.runtime.device.heap import set_thresholds
+from outsize.runtime.device.heap import begin_run, set_thresholds
 from outsize.session.decide.decide import plan_run
 from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch

@@ -40,7 +40,7 @@ from outsize.wrapped.arguments import (
     transport_of,
 )
 from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
-from outsize.wrapped.generating import say_without_cache, take_generation_config
+from outsize.wrapped.inferring import say_without_cache, take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.optimizer import make_way_for_others
 from outsize.wrapped.parameters import Fill

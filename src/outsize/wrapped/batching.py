@@ -204,10 +204,6 @@ def inputs_that_train(inputs: Mapping[str, Any]) -> list[Tensor]:
 class InputGradients:
     """The inputs of a call whose gradients the caller wants.
 
-    Args:
-        inputs: of the model.
-        parts: the same cut into microbatches.
-
     Attributes:
         given: the tensors, as the caller has them.
         parts: the microbatches, with leaves in the place of these tensors.

@@ -24,8 +24,7 @@ from outsize.model.walk import is_walking
 from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
 from outsize.wrapped.at_home.at_rest import is_same
 from outsize.wrapped.at_home.home_parameter import plainly
-from outsize.wrapped.generating import generation, generation_config_as_it_is, on_device
-from outsize.wrapped.inferring import CalledOutside
+from outsize.wrapped.inferring import CalledOutside, generation, generation_config_as_it_is, on_device
 from outsize.wrapped.runner import Runner
 from outsize.wrapped.wrap_planning import IN_PLACE
 

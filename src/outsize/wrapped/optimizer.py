@@ -18,8 +18,7 @@ from outsize.storage.ledger import Arena
 from outsize.wrapped.at_home.at_rest import AtRest
 from outsize.wrapped.at_home.home_parameter import parameter_of_now, plainly
 from outsize.wrapped.module import iterate_parameters, runner_of
-from outsize.wrapped.optimizer_state import StateAtHome
-from outsize.wrapped.packed_state import EXACT, before_rounding, pack
+from outsize.wrapped.optimizer_state import EXACT, StateAtHome, before_rounding, pack
 from outsize.wrapped.runner import Runner
 
 _log = logging.getLogger(__name__)

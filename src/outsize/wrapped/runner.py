@@ -38,7 +38,6 @@ from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, 
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.autograd_bridge import AutogradBridge, is_pending
 from outsize.wrapped.batching import (
     Autocast,
     InputGradients,
@@ -46,10 +45,9 @@ from outsize.wrapped.batching import (
     check_returns,
     inputs_that_train,
 )
-from outsize.wrapped.generating import without_cache
-from outsize.wrapped.inferring import Inferring
+from outsize.wrapped.inferring import Inferring, without_cache
 from outsize.wrapped.model_at_home import flags_of
-from outsize.wrapped.outputs import Joined, Roots
+from outsize.wrapped.outputs import AutogradBridge, Joined, Roots, is_pending
 from outsize.wrapped.parameters import Fill
 from outsize.wrapped.planned import Programs
 

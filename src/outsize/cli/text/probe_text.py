@@ -278,10 +278,6 @@ def _throughput(rate: Measurement) -> tuple[str, str]:
     return (_UNKNOWN, "") if rate.median is None else (format_rate(rate.median), f"±{rate.spread:.0%}")
 
 
-def _seconds(duration: Measurement) -> str:
-    return _UNKNOWN if duration.median is None else format_seconds(duration.median)
-
-
 def _count(rate: Measurement, factor: float, unit: str) -> tuple[str, str]:
     if rate.median is None:
         return _UNKNOWN, ""

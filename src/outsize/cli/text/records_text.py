@@ -187,9 +187,6 @@ def digest_of_data(data: Path) -> str:
 class ResumedLines:
     """Lines of JSON in a file.
 
-    Args:
-        out: the file.
-
     Raises:
         ConfigError: it cannot be read, or holds something else.
     """

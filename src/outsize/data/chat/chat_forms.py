@@ -229,11 +229,7 @@ def spans_of(
 
 
 def reply_end(render: Callable[..., tuple[str, list[Span]]]) -> str:
-    """Return what a template writes behind the words of a reply and has trained with them; nothing where it does not.
-
-    Args:
-        render: that of a `ChatTemplate`.
-    """
+    """Return what a template writes behind the words of a reply and has trained with them; or nothing."""
     question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _WORD}
     try:
         text, spans = render([question, answer], (1,), None, "the template")

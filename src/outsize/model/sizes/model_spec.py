@@ -36,10 +36,6 @@ MOST_LAYERS, MOST_EXPERTS, MOST_WIDE, MOST_POSITIONS = 10_000, 100_000, 1 << 24,
 def check_sizes(config: Any, where: object) -> None:
     """Check the sizes that a config tells, of the model and of its parts.
 
-    Args:
-        config: as parsed.
-        where: the file, for the message.
-
     Raises:
         ModelError: one is no whole number, or one that no model has; the file and the key are named.
     """

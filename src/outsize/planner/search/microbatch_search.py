@@ -39,13 +39,7 @@ T = TypeVar("T")
 
 
 def cuts_to_try(sequences: int, seq_len: int, num_workers: int) -> Iterator[int]:
-    """Yield numbers of microbatches, the largest microbatches first; several workers get microbatches of equal size.
-
-    Args:
-        sequences: of a step.
-        seq_len: tokens of a sequence.
-        num_workers: that share the step.
-    """
+    """Yield numbers of microbatches, the largest microbatches first; several workers get microbatches of equal size."""
     if num_workers == 1:
         count, fewest = 1, min(sequences * seq_len / LARGEST_TOKENS, sequences / SIZES[-1])
         while count < sequences:

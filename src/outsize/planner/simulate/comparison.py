@@ -150,13 +150,7 @@ def take_apart(steps: Steps) -> StepParts:
 
 
 def compare(predicted: StepParts, measured: StepParts, expected_s: float) -> Comparison:
-    """Compare a predicted step with a measured one.
-
-    Args:
-        predicted: of steps among others.
-        measured: of steps that ran.
-        expected_s: of a step from now on.
-    """
+    """Compare a predicted step with a measured one."""
     parts = [_difference(name, predicted.parts, measured.parts) for name in predicted.parts | measured.parts]
     lanes = [_difference(name, predicted.lanes, measured.lanes) for name in predicted.lanes | measured.lanes]
     return Comparison(

@@ -21,8 +21,8 @@ from torch import Tensor
 from outsize.accelerators import Devices, check_here, module_of, new_event
 from outsize.errors import ExecutionError
 from outsize.planner.program.program import lane_named
-from outsize.runtime.device.allocator import ResidentLimit
 from outsize.runtime.device.driver import Streams, last_calls
+from outsize.runtime.device.heap import ResidentLimit
 from outsize.storage.ledger import Arena, Ledger, Reservation
 from outsize.units import format_bytes
 

@@ -24,9 +24,6 @@ class Workers(Device):
     """The devices of all workers, behind the contract of one.
 
     Memory is asked of the devices themselves; `allocate` gives that of worker 0.
-
-    Args:
-        devices: by worker.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -147,10 +144,6 @@ def can_copy(source: Devices, target: Devices) -> bool:
 
     The driver may promise it where an IOMMU or the mainboard then loses bytes, so a copy is tried. Copies between two
     workers on one device stay in its memory.
-
-    Args:
-        source: an accelerator.
-        target: another of its kind.
     """
     return source == target or _arrives(source, target)
 

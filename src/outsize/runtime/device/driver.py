@@ -116,9 +116,6 @@ def pinner_of(device: Devices) -> DriverPinner | None:
 class OpRanges:
     """A switch for all lanes.
 
-    Args:
-        device: that the ops compute on.
-
     Attributes:
         on: may be switched at any time; ops that are running stay as they began.
     """

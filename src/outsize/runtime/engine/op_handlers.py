@@ -13,8 +13,8 @@ import torch
 
 from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named, lane_of
-from outsize.runtime.device.allocator import release_team
 from outsize.runtime.device.driver import Moved, OpRanges
+from outsize.runtime.device.heap import release_team
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import CommitOps, Describe, StoreOps

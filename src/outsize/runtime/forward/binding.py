@@ -243,9 +243,6 @@ class ModuleReplica:
 class Originals:
     """The units of a model while workers run replicas of them.
 
-    Args:
-        split: the model and its units.
-
     Attributes:
         modules: all modules of units, in the order of those of a replica.
         version: counts the changes of their attributes and buffers that `look` has seen.

@@ -46,11 +46,7 @@ _SEEDS_OF_A_STEP, _SEEDS_OF_A_UNIT, _SEEDS_OF_A_RANK = 1_000_000_007, 10_000_019
 
 
 class GradientWire:
-    """Writes pieces of gradients for other ranks, and reads theirs.
-
-    Args:
-        wire: how.
-    """
+    """Writes pieces of gradients for other ranks, and reads theirs."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire

@@ -302,10 +302,6 @@ class ResidentOps:
     The arithmetic is that of a STEP, over planes which a home lends out on the device. What a GRAD does beside its copy
     is done here: the sums are closed, a step or a unit that is not finite goes no further, and observers see the
     gradient.
-
-    Args:
-        gradients: of the worker.
-        optimizer: of all units.
     """
 
     def __init__(self, gradients: GradientOps, optimizer: OptimizerOps) -> None:

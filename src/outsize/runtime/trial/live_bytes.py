@@ -64,11 +64,6 @@ def attention_flops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return int(4 * query.numel() * key.shape[-2] // (2 if causal else 1))
 
 
-def is_routed(func: Any) -> bool:
-    """Return whether an operation multiplies tokens with the experts that they visit."""
-    return _name(func) in _GROUPED
-
-
 def _name(func: Any) -> str:
     return getattr(getattr(func, "overloadpacket", func), "__name__", "")
 
@@ -138,7 +133,7 @@ class OpTrial:
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             self._forward.append(_Ran(at, flops, False, func in PRODUCTS, size, memory))
         elif flops:
-            self._forward.append(_Ran(at, flops, is_routed(func)))
+            self._forward.append(_Ran(at, flops, _name(func) in _GROUPED))
         return out
 
     def _note_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from outsize.model.split import Split
 from outsize.model.tiled import chunked_head_loss, shift_labels
 from outsize.model.walk import Boundaries, UnitCall, Walk
 from outsize.planner.simulate.costs import UnitTimes
-from outsize.runtime.device.allocator import ResidentLimit
+from outsize.runtime.device.heap import ResidentLimit
 from outsize.runtime.forward.binding import Binder, GradientSums, buffers_on
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.saved_tensors import Keeping

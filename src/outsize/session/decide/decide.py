@@ -62,10 +62,6 @@ def plan_run(
 def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
     """Return the run with the plan that it follows, and the rates that the plan was found with.
 
-    Args:
-        prepared: a run, as `prepare` returns it.
-        announce: told what was chosen and why.
-
     Returns:
         The run, and rates of its microbatches; None where nothing depended on rates.
     """

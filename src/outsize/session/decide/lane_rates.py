@@ -227,12 +227,7 @@ DEVIATION = 0.02
 
 
 def codec_rates(prepared: Job, transport: Transport) -> CodecRates | None:
-    """Measure the codec of weights on a piece of normal ones; None where they go as they are.
-
-    Args:
-        prepared: the run.
-        transport: names the codec.
-    """
+    """Measure the codec of weights on a piece of normal ones; None where they go as they are."""
     if transport.is_raw("weights"):
         return None
     spec = prepared.split.spec
@@ -243,12 +238,7 @@ def codec_rates(prepared: Job, transport: Transport) -> CodecRates | None:
 
 
 def crossing_rates(prepared: Job, transport: Transport) -> dict[str, CodecRates]:
-    """Measure the codecs of gradients and activations, which encode on the device, as far as these go encoded.
-
-    Args:
-        prepared: the run.
-        transport: names the codecs.
-    """
+    """Measure the codecs of gradients and activations, which encode on the device, as far as these go encoded."""
     spec, device = prepared.split.spec, _device(prepared)
     samples = {
         "gradients": (max(unit.numel for unit in spec.units), "fp32", HOME),

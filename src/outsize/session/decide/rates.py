@@ -21,13 +21,11 @@ from outsize.model.walk import Boundaries
 from outsize.planner.program.stages import Choice, Extent
 from outsize.planner.simulate.costs import UnitTimes
 from outsize.planner.simulate.gpu_times import scaled
-from outsize.runtime.device.allocator import ResidentLimit
-from outsize.runtime.device.heap import set_thresholds, trim
+from outsize.runtime.device.heap import ResidentLimit, set_thresholds, trim
 from outsize.runtime.trial.unit_clock import time_units
 from outsize.session.decide.lane_rates import kept_rates, lane_rates
-from outsize.session.job.demand import forward_flops, recompute_shares, spared_flops
+from outsize.session.job.demand import forward_flops, made_up_inputs, recompute_shares, spared_flops
 from outsize.session.job.machine import home_file
-from outsize.session.job.made_up import made_up_inputs
 from outsize.session.job.prepare import Job
 
 # Units are timed on at most so many tokens, which fill a device; more take as much longer as they have operations.

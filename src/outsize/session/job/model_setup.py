@@ -34,6 +34,7 @@ from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts
 from outsize.runtime.trial.measured import trial_lengths
 from outsize.runtime.trial.trial_pass import in_turn
+from outsize.session.job.demand import ImageInputs, made_up_inputs
 from outsize.session.job.known_models import (
     CLASS,
     IMAGE,
@@ -43,7 +44,6 @@ from outsize.session.job.known_models import (
     family_of,
     made_up_sample,
 )
-from outsize.session.job.made_up import ImageInputs, made_up_inputs
 from outsize.streamed.spec import BlockSettings, RunSpec
 
 Announce = Callable[[str], None]

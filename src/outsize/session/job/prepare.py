@@ -29,14 +29,13 @@ from outsize.optim.shares import own_elements, shares
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.passes.slots import validate
 from outsize.planner.search.step_plan import Plan
-from outsize.runtime.device.allocator import resident_bytes
-from outsize.runtime.device.heap import trim
+from outsize.runtime.device.heap import resident_bytes, trim
 from outsize.runtime.trial.border_trial import check_borders
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import KnownRows, Measured
 from outsize.runtime.trial.trial_pass import in_turn
 from outsize.runtime.trial.unit_clock import compile_units
-from outsize.session.job.demand import DemandTrial, RunDemand, Trials
+from outsize.session.job.demand import DemandTrial, RunDemand, Trials, made_up_inputs
 from outsize.session.job.job_options import named_transport
 from outsize.session.job.known_models import KnownTrials, has_unversioned_code
 from outsize.session.job.machine import (
@@ -46,7 +45,6 @@ from outsize.session.job.machine import (
     determinism_said,
     home_file,
 )
-from outsize.session.job.made_up import made_up_inputs
 from outsize.session.job.model_setup import (
     change_blocks,
     check_length,

@@ -37,12 +37,7 @@ _CLEANED = 6
 
 
 class Detokenizer:
-    """Turns the tokens of one text into pieces of text.
-
-    Args:
-        tokenizer: of transformers.
-        shows_special: whether special tokens have text.
-    """
+    """Turns the tokens of one text into pieces of text."""
 
     def __init__(self, tokenizer: Any, shows_special: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -183,10 +178,6 @@ def text_of(
 
 class Endings:
     """Cuts what is written behind its end: of a batch, `generate` goes on until the last text has ended.
-
-    Args:
-        tokenizer: of transformers.
-        settled: see `settle_settings`.
 
     Attributes:
         settled: the same without strings, which `generate` would ask the tokenizer for; see `criteria`.
