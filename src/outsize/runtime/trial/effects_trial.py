@@ -8,7 +8,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from outsize.compat.torch_private import memory_key, version_of
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall
-from outsize.runtime.forward.outline import Outline, outline_of
+from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_state import UnitState, untouched
 from outsize.runtime.forward.unit_visit import UnitVisit, is_differentiable, visit_of
@@ -171,61 +171,34 @@ class CrossedState:
     def __init__(self, split: Split) -> None:
         inside = {id(child) for module in split.modules for child in module.modules()}
         outer = [module for module in split.model.modules() if id(module) not in inside]
-        self._leaves, self._outline = _outline_of(outer)
-        counting = {
-            id(buffer)
-            for module in outer
-            if type(module).__module__.startswith("torch.nn.")
-            for buffer in module.buffers(recurse=False)
-        }
-        self._versions = {
-            at: _version(leaf) for at, leaf in enumerate(self._leaves) if id(leaf) not in counting
-        }
-        self._seen = _Seen(self._leaves, self._outline)
-        self._units = [_Seen(*_outline_of(module.modules())) for module in split.modules]
-        self._called: set[int] = set()
+        states = [UnitState(each) for each in (outer, *(module.modules() for module in split.modules))]
+        self._outlines = [outline_of((), state.modules, state.others) for state in states]
+        of_torch = [module for module in outer if type(module).__module__.startswith("torch.nn.")]
+        counting = {id(buffer) for module in of_torch for buffer in module.buffers(recurse=False)}
+        leaves, _ = self._outlines[0]
+        self._versions = {at: _version(leaf) for at, leaf in enumerate(leaves) if id(leaf) not in counting}
+        self._at_units: dict[int, set[tuple[int, Any]]] = {0: set()}  # by number of the outline
+        self._crossed = ""
 
     def reach_unit(self, unit: int) -> None:
         """Note what is another where ``unit`` is called, on the unit itself the first time."""
-        self._seen.look()
-        if unit not in self._called:
-            self._called.add(unit)
-            self._units[unit].look()
+        for number in (0,) if unit + 1 in self._at_units else (0, unit + 1):
+            leaves, outline = self._outlines[number]
+            written = outline.written(leaves)
+            self._at_units[number] = self._at_units.get(number, set()) | written.keys()
+            keys = (key for key, one in written.items() if isinstance(one, Tensor) and one.requires_grad)
+            self._crossed = self._crossed or next((outline.name_of(*key) for key in keys), "")
 
     def crossing(self) -> str:
         """Return the name of something that has crossed a unit, once the forward has returned; empty for nothing."""
         for at, version in self._versions.items():
-            if _version(self._leaves[at]) != version:
-                return self._outline.name_of_leaf(at)
-        return next((name for seen in (self._seen, *self._units) if (name := seen.crossed())), "")
-
-
-class _Seen:
-    """What differed from an outline at some times: its keys, and the first that was a tensor with a history."""
-
-    def __init__(self, leaves: list[Tensor], outline: Outline) -> None:
-        self._leaves, self._outline = leaves, outline
-        self._keys: set[tuple[int, Any]] = set()
-        self._with_history: tuple[int, Any] | None = None
-
-    def look(self) -> None:
-        written = self._outline.written(self._leaves)
-        self._keys |= written.keys()
-        with_history = (key for key, one in written.items() if isinstance(one, Tensor) and one.requires_grad)
-        self._with_history = self._with_history or next(with_history, None)
-
-    def crossed(self) -> str:
-        """Return the name of what had a history or is as it was again; empty for nothing."""
-        if not self._keys:
-            return ""
-        gone = self._keys - self._outline.written(self._leaves).keys()
-        found = self._with_history or next(iter(sorted(gone, key=str)), None)
-        return "" if found is None else self._outline.name_of(*found)
-
-
-def _outline_of(modules: Iterable[nn.Module]) -> tuple[list[Tensor], Outline]:
-    state = UnitState(modules)
-    return outline_of((), state.modules, state.others)
+            if _version(self._outlines[0][0][at]) != version:
+                return self._outlines[0][1].name_of_leaf(at)
+        for number, keys in self._at_units.items():
+            leaves, outline = self._outlines[number]
+            gone = sorted(keys and keys - outline.written(leaves).keys(), key=str)
+            self._crossed = self._crossed or next((outline.name_of(*key) for key in gone), "")
+        return self._crossed
 
 
 def _version(tensor: Tensor) -> int:
