@@ -167,6 +167,8 @@ def test_what_cannot_be_generated_is_refused(tmp_path: Path, load: Callable[...,
     model = load(make_model_dir(tmp_path / "model"))
     with pytest.raises(ConfigError, match="num_return_sequences"):
         outsize.generate(model, [[5]], max_new_tokens=2, num_return_sequences=2)
+    with pytest.raises(ConfigError, match="return_dict_in_generate"):
+        outsize.generate(model, [[5]], max_new_tokens=2, return_dict_in_generate=True)
     several = GenerationConfig(do_sample=True, num_return_sequences=2)
     with pytest.raises(ConfigError, match="num_return_sequences"):
         outsize.generate(model, [[5]], max_new_tokens=2, generation_config=several)

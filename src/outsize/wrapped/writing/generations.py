@@ -170,7 +170,8 @@ def generate(
     own = cast(Any, model).generation_config
     config = copy.deepcopy(choice.pop("generation_config", None) or own)
     for name in _SEVERAL:
-        if (choice.get(name) or getattr(config, name, None) or 1) != 1:
+        several = choice.get(name) or getattr(config, name, None)
+        if several is True or several not in (None, False, 1):
             raise ConfigError(f"{name}: each prompt gets its new tokens, once; leave it out")
     config.update(**own.to_dict(), defaults_only=True, allow_custom_entries=True)
     choice = config.update(**choice)
