@@ -54,11 +54,11 @@ def tried(recorded: "RunRecord", trials: list[list[str]], steps: int, turns: int
     from outsize.config import load_config
     from outsize.training.short_runs import by_turns
 
-    path, kept = Path(recorded.directory) / "config.yaml", list[str]()
+    path, helpful = Path(recorded.directory) / "config.yaml", list[str]()
     for settings in trials:
         try:
-            before = load_config(path, kept, environ={})
-            after = load_config(path, [*kept, *settings], environ={})
+            before = load_config(path, helpful, environ={})
+            after = load_config(path, [*helpful, *settings], environ={})
             if after == before:
                 raise ConfigError(
                     f"{' '.join(settings)}: the run was made with it already; name another with --set"
@@ -72,10 +72,10 @@ def tried(recorded: "RunRecord", trials: list[list[str]], steps: int, turns: int
         output.emit({"trial": {"settings": settings, **trial.to_dict()}})
         output.print_result("\n".join(_told(trial, settings, steps)))
         if trial.is_clear and trial.gain > 0:
-            kept += settings
+            helpful += settings
     if len(trials) > 1:
-        flags = " ".join(f"--set {setting}" for setting in kept)
-        output.print_result(f"\nto keep: {flags}" if kept else "\nnothing of that is worth keeping")
+        flags = " ".join(f"--set {setting}" for setting in helpful)
+        output.print_result(f"\nto keep: {flags}" if helpful else "\nnothing of that is worth keeping")
 
 
 def _remedies(remedies: Iterator["Remedy"]) -> list[list[str]]:

@@ -361,13 +361,13 @@ def without_cache(model: nn.Module, inputs: Mapping[str, Any]) -> Iterator[None]
     """Have no config of ``model`` ask for a cache while the context lasts, unless the caller's ``inputs`` do."""
     asks = inputs.get("use_cache") or inputs.get("past_key_values") is not None
     asking = [] if asks else [one for one in _configs_of(model) if vars(one).get("use_cache")]
-    former = [one.use_cache for one in asking]
+    wishes = [one.use_cache for one in asking]
     for config in asking:
         config.use_cache = False
     try:
         yield
     finally:
-        for config, value in zip(asking, former, strict=True):
+        for config, value in zip(asking, wishes, strict=True):
             config.use_cache = value
 
 

@@ -209,8 +209,8 @@ class Roots:
     def waiting(self) -> dict[int, MicrobatchRoots]:
         """Return those of microbatches whose graph waits."""
         waiting = set().union(*self._edges.values())
-        found = {m: self._of(m, {p: edges.get(m) for p, edges in self._edges.items()}) for m in waiting}
-        return {microbatch: roots for microbatch, roots in found.items() if roots[0]}
+        roots_of = {m: self._of(m, {p: edges.get(m) for p, edges in self._edges.items()}) for m in waiting}
+        return {microbatch: roots for microbatch, roots in roots_of.items() if roots[0]}
 
     def again(self, microbatch: int, output: Any) -> MicrobatchRoots:
         """Return those of a microbatch for which the model has returned ``output`` once more."""
