@@ -181,6 +181,7 @@ def slots_for(stages: Stages, sizes: Sequence[int], *, only_backward: bool = Fal
 class Extent(StrEnum):
     """How much of what a backward needs is kept."""
 
+    __hash__ = str.__hash__  # that of an Enum is no C: searches hash millions
     ATTENTION = "attention"
     PRODUCTS = "products"
     WHOLE = "whole"
@@ -189,6 +190,7 @@ class Extent(StrEnum):
 class Choice(StrEnum):
     """What becomes of it; the values are those of ``memory.activations``."""
 
+    __hash__ = str.__hash__
     RECOMPUTE = "recompute"
     KEEP_ATTENTION = "keep-attention"
     KEEP_PRODUCTS = "keep-products"

@@ -391,7 +391,7 @@ class StepLayout:
     @property
     def any_leaves(self) -> bool:
         """Whether anything that a forward keeps leaves the device."""
-        return any(choice.leaves for choices in self.kept for choice in choices)
+        return any(choice.leaves for choices in set(self.kept) for choice in set(choices))
 
     @property
     def step_order(self) -> tuple[int, ...]:

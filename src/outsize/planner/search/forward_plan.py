@@ -172,9 +172,9 @@ def resident_order(model: ModelSpec) -> list[int]:
     First the rest, whose weights and gradient lie on the device in any case. Then others, so that those which are
     resident lie evenly among those which move, however many they are: the link has the time of all to move these.
     """
-    trained = [unit.index for unit in model.units if unit.trainable]
-    streamed = [unit for unit in trained if unit < model.num_streamed]
-    rest = [unit for unit in trained if unit >= model.num_streamed]
+    trained, num_streamed = [unit.index for unit in model.units if unit.trainable], model.num_streamed
+    streamed = [unit for unit in trained if unit < num_streamed]
+    rest = [unit for unit in trained if unit >= num_streamed]
     return rest + spread_order(streamed)
 
 

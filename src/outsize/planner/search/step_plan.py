@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 
 from outsize.codecs.transport import EXACT, Transport, Wire
@@ -336,9 +336,11 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
         host_bytes(options.transport, model),
     )
     products = products_bytes(model, sizing.state, demand)
+    state_bytes = cache(partial(resident_state_bytes, model, sizing.state))
     homes: dict[tuple[int | frozenset[int], ...], Table] = {}
     peaks: dict[tuple[int, int, Kept], Live] = {}
 
+    @cache
     def memory_of(knobs: Knobs) -> Table:
         layout = sizing.layout(knobs)
         buffers = (knobs.tile_elements, knobs.num_tile_buffers, knobs.num_host_buffers, layout.resident)
@@ -356,8 +358,7 @@ def _memory_of(sizing: Sizing, demand: Demand) -> Callable[[Knobs], Table]:
         staying = (knobs.num_kept, layout.prefetch_depth, knobs.kept)
         if staying not in peaks:
             peaks[staying] = cycle_peak(layout, demand.boundary_bytes, kept_bytes)
-        state = resident_state_bytes(model, sizing.state, layout.resident)
-        updates = state, update_workspace_bytes(model, sizing.state, layout.resident)
+        updates = state_bytes(layout.resident), update_workspace_bytes(model, sizing.state, layout.resident)
         return memory_table(
             demand, layout, peaks[staying], homes[buffers], options.below, codecs, products, updates
         )
