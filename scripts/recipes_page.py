@@ -26,7 +26,7 @@ from outsize.planner.predict.prediction import fastest  # noqa: E402
 README = ROOT / "README.md"
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
 BEGIN, END = "<!-- recipes -->\n", "<!-- end of recipes -->"
-HEADINGS = ("GPU", "RAM", "trains", "predicted tokens/s (interval)", "recipe")
+HEADINGS = ("GPU", "RAM", "trains", "predicted tokens/s (interval)")
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,7 @@ class Recipe:
         """Its row of the table."""
         rate, low, high = self.predicted
         target = self.path.relative_to(ROOT)
-        return (
-            f"| {self.card} | {self.memory} | {self.trains} | {rate:,} ({low:,} to {high:,}) | "
-            f"[YAML]({target}) |"
-        )
+        return f"| {self.card} | {self.memory} | [{self.trains}]({target}) | {rate:,} ({low:,} to {high:,}) |"
 
 
 def predicted(recipe: Recipe) -> tuple[int, int, int]:
@@ -90,7 +87,7 @@ def table() -> str:
     """Return the table of all recipes, by what is written in them, from the least host memory on."""
     recipes = sorted(map(Recipe.read, RECIPES), key=lambda each: int(each.memory.partition(" ")[0]))
     rows = [recipe.row for recipe in recipes]
-    return "\n".join([f"| {' | '.join(HEADINGS)} |", "|---|---|---|---|---|", *rows, ""])
+    return "\n".join([f"| {' | '.join(HEADINGS)} |", "|---|---|---|---|", *rows, ""])
 
 
 def main() -> None:

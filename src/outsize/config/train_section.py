@@ -141,6 +141,13 @@ class TrainConfig(Section):
         "the logits and labels of a microbatch, and returning the mean over its targets. It sees all logits of a "
         "microbatch at once. null is the model's.",
     )
+    program: Annotated[str | None, Idle(*TRAINERS), TOLD_ON_RESUME] = Field(
+        default=None,
+        min_length=1,
+        description="A program of your own for each step, see programs.md: a file of ops, the plan.json of a run, or "
+        "`FILE.py:FUNCTION`, which is called with the text of the plan's own and returns another over the same memory. "
+        "The bits are the same, or it is refused. null is the plan's.",
+    )
     head_chunk_tokens: Annotated[
         int,
         Idle(

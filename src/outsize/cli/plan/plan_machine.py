@@ -33,7 +33,7 @@ _SPEC_EXAMPLE = "memory=24GB,tflops=165,gbps=1008,pcie=4x16"
 _MOST = 1e6  # TFLOPS, GB/s or GPUs: a thousand times what any card or machine has
 _SPEC_KEYS = ("memory", "tflops", "gbps", "pcie", "share", "name", "count")
 _HALF = ("bf16", "fp16")
-_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def machine_from(options: PlanFlags) -> Machine:
@@ -237,28 +237,23 @@ def _with_disk(disk: Disk | None, options: PlanFlags) -> Disk | None:
                 "--disk none: a machine without a disk reads and writes nothing; leave the rates out"
             )
         return None
-    changes: dict[str, int | Figure] = {}
-    if options.disk is not None:
-        changes["capacity_bytes"] = size_of("--disk", options.disk)
-    rates: tuple[tuple[str, str, str | None], ...] = (
-        ("read_bytes_per_s", "--disk-read", options.disk_read),
-        ("write_bytes_per_s", "--disk-write", options.disk_write),
-    )
-    for field, option, text in rates:
-        if text is not None:
-            changes[field] = Figure(value=_rate(option, text), source=option)
-    replaced: Callable[..., Disk] = replace
-    return replaced(disk or NVME, **changes) if changes else disk
+    disk = disk or (NVME if options.disk or options.disk_read or options.disk_write else None)
+    if disk is not None and options.disk is not None:
+        disk = replace(disk, capacity_bytes=size_of("--disk", options.disk))
+    if disk is not None and (read := options.disk_read) is not None:
+        rate = Figure(value=_rate("--disk-read", read), source="--disk-read")
+        disk = replace(disk, read_bytes_per_s=rate)
+    if disk is not None and (write := options.disk_write) is not None:
+        rate = Figure(value=_rate("--disk-write", write), source="--disk-write")
+        disk = replace(disk, write_bytes_per_s=rate)
+    return disk
 
 
 def _rate(option: str, text: str) -> float:
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kMGT]?)B(?:/s|ps)?\s*", text)
     if match is None or not float(match[1]):
         raise ConfigError(f"{option}: not a rate: {text!r}; write for example 7GB, in bytes per second")
-    return float(match[1]) * _FACTORS[match[2].lower()]
-
-
-_RATE_FACTORS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    return float(match[1]) * _FACTORS[match[2]]
 
 
 def check_nodes(options: PlanFlags, num_gpus: int) -> None:
@@ -330,7 +325,7 @@ def net_of(options: PlanFlags) -> Figure | None:
         raise ConfigError(
             f"--net: neither a rate nor a file: {text!r}; write 25Gb for gigabits or 3GB for gigabytes per second"
         )
-    rate = float(match[1]) * _RATE_FACTORS[match[2]]
+    rate = float(match[1]) * _FACTORS[match[2]]
     return Figure(value=rate if match[3] == "B" else rate / 8, source=f"--net {text.strip()}")
 
 

@@ -110,11 +110,15 @@ def asked_model(options: PlanFlags) -> AskedModel:
         return AskedModel(*read_config(options.model))
     run = read_run(options.model)
     is_named = "seq_len" in options.named | run.data.model_fields_set
-    notes = (
+    lengths = (
         f"sequences of {run.data.seq_len} tokens, for {options.model} has no data.seq_len: of chats and prompts a "
         f"run chooses it by the data (outsize train {options.model} --dry-run); name it with --seq-len",
     )
-    return AskedModel(*read_config(run.model.path), run=options.model, notes=() if is_named else notes)
+    program = (
+        "train.program: the plan's own is predicted; outsize.predict(...).simulate(text) predicts another"
+    )
+    notes = (*(() if is_named else lengths), *(() if run.train.program is None else (program,)))
+    return AskedModel(*read_config(run.model.path), run=options.model, notes=notes)
 
 
 def _fits(request: Asked, home: Home) -> bool:

@@ -1,6 +1,6 @@
 """A prediction for people, as tables, and for machines, as one object."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from typing import Any
@@ -11,7 +11,7 @@ from rich.table import Table
 from outsize.cli.plan.plan_compare import Scaled
 from outsize.cli.plan.plan_question import Asked, in_options
 from outsize.cli.text.console import table_width
-from outsize.hardware.cards import COMPILED, LIGER
+from outsize.hardware.cards import COMPILED, LIGER, NVME
 from outsize.hardware.topology import slower_than_fp32
 from outsize.planner.predict.prediction import ALWAYS, Prediction, UsedFigure, figures_used
 from outsize.planner.predict.what_if import LEAST_GAIN, Outcome, host_refusal
@@ -88,6 +88,7 @@ def render_short(
     why = _why_on_disk(request, prediction)
     if why is not None:
         lines.append(f"home on disk, for want of host memory: there {why}")
+    lines += _disk_assumed(request, prediction)
     lines += _change_first(helps)
     lines += [f"note: {note}" for note in (*_notes(request), *_small_rounds(prediction))]
     text = StringIO()
@@ -109,6 +110,19 @@ def render_short(
 
 def _by(request: Asked) -> str:
     return f" ({request.note})" if request.note else ""
+
+
+def _disk_assumed(request: Asked, prediction: Prediction) -> list[str]:
+    """Return which disk the state rests on, in a line, where nobody has said how fast one is."""
+    disk = request.question.machine.disk
+    if prediction.home != "disk" or disk is None or disk.read_bytes_per_s != NVME.read_bytes_per_s:
+        return []
+    room = (
+        f"{disk.capacity_bytes / 1e12:.3g} TB free on " if disk.capacity_bytes == NVME.capacity_bytes else ""
+    )
+    return [
+        f"assumed: {room}an NVMe drive that reads 7 GB/s; --disk, --disk-read and --disk-write say otherwise"
+    ]
 
 
 def _wear(request: Asked, prediction: Prediction) -> list[str]:
@@ -250,27 +264,24 @@ def in_short(outcome: Outcome) -> str:
     return f"fits, {outcome.prediction.tokens_per_s:,.0f} tokens/s"
 
 
-def _table(*headers: str) -> Table:
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of ``rows``, figures in the second and third column, and an empty line behind it."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
-    table.add_column(headers[0])
-    for header in headers[1:]:
-        table.add_column(header, justify="right")
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if number in (1, 2) else "left")
+    for row in (*rows, [""] * len(headers)):
+        table.add_row(*row)
     return table
 
 
 def _memory_table(request: Asked, prediction: Prediction) -> Table:
-    table = _table("memory", "bytes", "budget")
+    rows = []
     for tier, classes in prediction.memory.items():
-        total = prediction.total_bytes(tier)
-        if not total:
-            continue
-        each = "each GPU" if tier == "device" else tier
-        budget = getattr(request.question.budgets, tier)
-        table.add_row(each, format_bytes(total), "" if budget is None else format_bytes(budget))
-        for name, size in classes.items():
-            table.add_row(f"  {name}", format_bytes(size), "")
-    table.add_row("", "", "")
-    return table
+        if total := prediction.total_bytes(tier):
+            each, budget = "each GPU" if tier == "device" else tier, getattr(request.question.budgets, tier)
+            rows.append((each, format_bytes(total), "" if budget is None else format_bytes(budget)))
+            rows += [(f"  {name}", format_bytes(size), "") for name, size in classes.items()]
+    return _table(("memory", "bytes", "budget"), rows)
 
 
 def _rounds(prediction: Prediction) -> str:
@@ -281,7 +292,6 @@ def _rounds(prediction: Prediction) -> str:
 
 def _step_table(request: Asked, prediction: Prediction) -> Table:
     question, even = request.question, prediction.break_even
-    table = _table("step", "")
     rows = [
         ("tokens", f"{question.tokens_per_step:,}"),
         (
@@ -303,10 +313,7 @@ def _step_table(request: Asked, prediction: Prediction) -> Table:
         rows.append((f"{format_count(prediction.tokens)} tokens take", took))
         rows += [("", line) for line in _wear(request, prediction)]
     rows += [(key, priced) for key, priced, _ in _own_kernels(request)]
-    for name, value in rows:
-        table.add_row(f"  {name}", value)
-    table.add_row("", "")
-    return table
+    return _table(("step", ""), [(f"  {name}", value) for name, value in rows])
 
 
 def _resident(prediction: Prediction, before: str = "") -> str:
@@ -325,49 +332,38 @@ def _between(prediction: Prediction) -> str:
     return f" ({low:,.0f} to {high:,.0f})" if low < high else ""
 
 
-def _share_table(title: str, what: str, shares: Any) -> Table:
-    table = _table(title, what)
-    for name, share in shares.items():
-        table.add_row(f"  {name}", f"{share:.1%}")
-    if not shares:
-        table.add_row("  nothing", "")
-    table.add_row("", "")
-    return table
+def _share_table(title: str, what: str, shares: Mapping[str, float]) -> Table:
+    rows = [(f"  {name}", f"{share:.1%}") for name, share in shares.items()]
+    return _table((title, what), rows or [("  nothing", "")])
 
 
 def _outcome_table(title: str, outcomes: Sequence[Outcome]) -> Table:
-    table = _table(title, "tokens/s", "gain")
-    table.add_column("what ends it then")
+    rows = []
     for outcome in outcomes:
-        if outcome.prediction is None:
-            table.add_row(f"  {outcome.change}", "no plan", "", in_options(outcome.error))
-            continue
-        gain = "" if outcome.gain is None else f"{outcome.gain:+.1%}"
-        speed = f"{outcome.prediction.tokens_per_s:,.0f}"
-        table.add_row(f"  {outcome.change}", speed, gain, outcome.prediction.ends_it.partition(":")[0])
-    table.add_row("", "", "", "")
-    return table
+        result = ("no plan", "", in_options(outcome.error))
+        if outcome.prediction is not None:
+            gain = "" if outcome.gain is None else f"{outcome.gain:+.1%}"
+            ends = outcome.prediction.ends_it.partition(":")[0]
+            result = (f"{outcome.prediction.tokens_per_s:,.0f}", gain, ends)
+        rows.append((f"  {outcome.change}", *result))
+    return _table((title, "tokens/s", "gain", "what ends it then"), rows)
 
 
 def _largest_table(scaled: Sequence[Scaled]) -> Table:
-    table = _table("the largest of this family that fits", "parameters", "layers")
-    for model in scaled:
-        count = format_count(model.num_parameters)
-        table.add_row(f"  {model.what}", count, str(model.layers))
-    table.add_row("", "", "", "")
-    return table
+    rows = [(f"  {model.what}", format_count(model.num_parameters), str(model.layers)) for model in scaled]
+    return _table(("the largest of this family that fits", "parameters", "layers"), rows)
 
 
 def _figure_table(figures: Sequence[UsedFigure]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
-    for header in ("figures", "", "source"):
-        table.add_column(header, justify="right" if not header else "left")
+    rows = []
     for figure in figures:
         in_bytes = figure.unit == "B/s"
         value = format_rate(figure.value) if in_bytes else f"{format_count(figure.value)} {figure.unit}"
-        source = f"measured: {figure.source}" if figure.measured else figure.source
-        table.add_row(f"  {figure.name}", value, source)
-    table.add_row("", "", "")
+        rows.append(
+            (f"  {figure.name}", value, f"measured: {figure.source}" if figure.measured else figure.source)
+        )
+    table = _table(("figures", "", "source"), rows)
+    table.columns[2].justify = "left"
     return table
 
 

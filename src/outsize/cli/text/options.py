@@ -45,6 +45,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--lr", "optimizer.lr", float, "Learning rate after warm-up."),
     ("--lora-r", "lora.r", int, "Rank of the adapters of --method lora."),
     ("--dtype", "model.dtype", str, "Compute dtype: fp32, bf16, fp16 or auto."),
+    ("--program", "train.program", str, "A program of your own: FILE, plan.json or FILE.py:FUNCTION."),
     ("--profile", "train.profile_steps", int, "Steps that torch.profiler records into profile.json."),
     (
         "--resume",

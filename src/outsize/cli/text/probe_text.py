@@ -92,11 +92,11 @@ def several_rows(probed: MachineFile) -> Iterable[_Row]:
 
 
 def _rate(rate: Measurement) -> str:
-    return "not measured" if rate.median is None else format_rate(rate.median)
+    return _throughput(rate)[0]
 
 
 def _tokens(rate: Measurement) -> str:
-    return "not measured" if rate.median is None else f"{rate.median / 1e6:.3g} M tokens/s"
+    return _count(rate, 1e6, "M tokens/s")[0]
 
 
 _UNKNOWN = "not measured"

@@ -13,18 +13,19 @@ in the future (Belady's rule, optimal in misses); then the smallest.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 
 from outsize.errors import ProgramError
 from outsize.planner.memory.step_bytes import ActivationMeter
-from outsize.planner.program.program import Kind, Op, Program, excerpt
+from outsize.planner.program.program import Kind, Op, Program, excerpt, parse, render
 from outsize.planner.program.program_rules import Rules
 from outsize.planner.program.rules_home import BrokenRuleError
 from outsize.planner.program.stages import KeptBytes
 from outsize.planner.program.step_layout import StepLayout
+from outsize.planner.program.table import BACKWARD_KINDS
 from outsize.units import format_bytes
 
 
@@ -298,3 +299,35 @@ def _check_bytes(device_bytes: int, below_bytes: int, limits: MemoryLimits) -> N
         budget = limits.budget_bytes.get(tier, total)
         if total > budget:
             raise BrokenRuleError(f"{tier} holds {format_bytes(total)}, its budget is {format_bytes(budget)}")
+
+
+def rewritten(
+    program: Program,
+    change: Callable[[str], str],
+    layout: StepLayout,
+    limits: MemoryLimits,
+    adding: Container[int | None],
+) -> Program:
+    """Return what ``change`` makes of the text of ``program``, where it is one for the same memory and the same bits.
+
+    Args:
+        program: of the layout.
+        change: makes a text of a text.
+        layout: of both.
+        limits: of the memory that there is.
+        adding: units whose backwards add to the gradient of outer parameters, whose order rounding depends on.
+
+    Raises:
+        ProgramError: it breaks a rule, does not fit, or adds in another order; shows where.
+    """
+    user = parse(change(render(program)))
+    validate(user, layout, limits)
+    sums, planned = (
+        ", ".join(str(op) for op in each if op.kind in BACKWARD_KINDS and op.unit in adding)
+        for each in (user, program)
+    )
+    if sums != planned:
+        raise ProgramError(
+            f"gradients of outer parameters would add up, and round, in another order than {planned}"
+        )
+    return user

@@ -13,10 +13,9 @@ from functools import cached_property, lru_cache
 from outsize.codecs.transport import CodecRates
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.passes.slots import limits_of, validate
 from outsize.planner.passes.step_parts import steps_from
 from outsize.planner.predict.question import MicrobatchCost, Question, exchange_of
-from outsize.planner.program.program import Kind, Lane, Program, parse
+from outsize.planner.program.program import Kind, Lane, Program
 from outsize.planner.program.stages import Choice, KeptBytes
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.offload_balance import Phases, phases
@@ -190,10 +189,13 @@ class PlannedStep:
         layout, _ = self._simulated()
         size, period = layout.round_size, layout.period
         first = FIRST_ROUNDS if layout.stages is None else FIRST_STAGED
+        every_round = every_round or bool(self.plan.user_programs)  # whose rounds need not be alike
         left_out = 0 if every_round else max(0, (layout.num_rounds - first - LAST_ROUNDS) // period - 1)
         if left_out:
             layout = replace(layout, num_microbatches=layout.num_microbatches - left_out * period * size)
-        programs, steps = (_in_order if every_round else _in_known_order)(layout, num_steps)
+        programs, steps = (_in_order if every_round else _in_known_order)(
+            layout, num_steps, self.plan.user_programs
+        )
         done = simulate(programs, layout, costs, steps=steps)
         return Simulated(
             programs=programs,
@@ -223,20 +225,21 @@ class PlannedStep:
         Raises:
             ProgramError: it breaks a rule, or holds more activations than the plan has room for; shows where.
         """
-        layout, _ = self._simulated()
-        program = parse(text)
-        plan, first = self.plan, next(steps_from(layout))
-        room = plan.memory, plan.below, self.boundary_bytes, self.kept_bytes
-        validate(program, layout, limits_of(first, layout, *room))
-        return simulate((program,) * NUM_STEPS, layout, costs)
+        layout, elements = self._simulated()
+        plan = replace(self.plan, layout=layout, tile_elements=elements).walking(lambda _: text)
+        return simulate((plan.program,) * NUM_STEPS, layout, costs)
 
     def _simulated(self) -> tuple[StepLayout, int]:
+        if self.plan.user_programs:
+            return self.plan.layout, self.plan.tile_elements
         return coarser(self.plan, max(unit.numel for unit in self.model.units))
 
 
-def _in_order(layout: StepLayout, num_steps: int) -> tuple[tuple[Program, ...], OrderedSteps]:
-    """Return so many steps of ``layout``."""
-    programs = tuple(itertools.islice(steps_from(layout), num_steps))
+def _in_order(
+    layout: StepLayout, num_steps: int, user: tuple[Program, ...]
+) -> tuple[tuple[Program, ...], OrderedSteps]:
+    """Return so many steps of ``layout``, by ``user`` programs where there are any."""
+    programs = tuple(itertools.islice(itertools.cycle(user) if user else steps_from(layout), num_steps))
     return programs, in_order(programs, layout)
 
 
@@ -316,10 +319,6 @@ class Decision:
         """Return the same; ``every_round`` with all rounds."""
         costs = self.step.costs(self.question.machine, self.microbatch.times)
         return self.step.simulate(costs, DECIDED_STEPS, every_round=every_round)
-
-    def simulate_program(self, text: str) -> Simulation:
-        """Return steps of a program of one's own on the machine of the question; see `PlannedStep.simulate_program`."""
-        return self.step.simulate_program(self.step.costs(self.question.machine, self.microbatch.times), text)
 
     @property
     def step_s(self) -> float:

@@ -1,7 +1,7 @@
 """Predict the time of a step, its waits by cause, the resource that ends it, and what that rests on."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -11,7 +11,7 @@ from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision, Simulated
 from outsize.planner.predict.decision_search import decide
 from outsize.planner.predict.question import Question, node_assumptions
-from outsize.planner.program.program import Program, render
+from outsize.planner.program.program import render
 from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.stage_memory import ARRIVALS
@@ -54,7 +54,7 @@ class Prediction:
     """What would happen.
 
     Attributes:
-        plan: that was decided on.
+        decision: that it is of.
         num_gpus: devices that compute.
         microbatches: of a step.
         sequences_per_microbatch: of the largest microbatch.
@@ -73,15 +73,12 @@ class Prediction:
         break_even: of a block's weights.
         stages: how several GPUs share the model; None for one.
         activations: by what becomes of it, for how many units and microbatches backwards find what they need.
-        simulation: returns what was simulated of some steps, with all of their rounds.
-        first_program: returns the program of the first step; its optimizer tiles are fewer than a run's.
-        simulate: simulates steps of another program, a text, over the same memory and machine.
         products_on: where products of Muon run, ``host`` or ``device``; None of other optimizers.
         assumptions: what was taken for granted.
         tokens: to train on; None where nobody has said.
     """
 
-    plan: Plan
+    decision: Decision = field(repr=False, compare=False)
     num_gpus: int
     microbatches: int
     sequences_per_microbatch: int
@@ -99,12 +96,14 @@ class Prediction:
     break_even: BreakEven
     stages: Stages | None
     activations: Mapping[str, int]
-    simulation: Callable[[], Simulation] = field(repr=False, compare=False)
-    first_program: Callable[[], Program] = field(repr=False, compare=False)
-    simulate: Callable[[str], Simulation] = field(repr=False, compare=False)
     products_on: str | None
     assumptions: tuple[str, ...]
     tokens: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """That was decided on."""
+        return self.decision.plan
 
     @property
     def steps(self) -> int | None:
@@ -128,13 +127,19 @@ class Prediction:
 
     @property
     def program(self) -> str:
-        """Text of the program of a step, which `simulate` takes as it is, or changed."""
-        return render(self.first_program())
+        """Text of the program of a step, which `simulate` takes as it is, or changed; of fewer tiles than a run's."""
+        return render(self.decision.simulate(every_round=True).programs[0])
 
     @property
     def timeline(self) -> Timeline:
         """Of all steps simulated."""
-        return self.simulation().timeline
+        simulated = self.decision.simulated
+        return (self.decision.simulate(every_round=True) if simulated.left_out else simulated).done.timeline
+
+    def simulate(self, text: str) -> Simulation:
+        """Return steps of another program over the same memory and machine; see `PlannedStep.simulate_program`."""
+        step, times = self.decision.step, self.decision.microbatch.times
+        return step.simulate_program(step.costs(self.decision.question.machine, times), text)
 
     @property
     def binding(self) -> str:
@@ -154,8 +159,7 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction in what JSON knows: of its plan the id, and no timeline."""
-        left_out = ("plan", "simulation", "first_program", "simulate")
-        fields = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "decision"}
         fields["plan_id"] = self.plan_id
         fields["break_even"] = asdict(self.break_even)
         fields["stages"] = None if self.stages is None else asdict(self.stages)
@@ -209,7 +213,7 @@ def predict(decision: Decision) -> Prediction:
     usage = _usage(simulated, simulated.busy_s / num_gpus, step_s)
     tokens_per_s = question.tokens_per_step / step_s
     return Prediction(
-        plan=plan,
+        decision=decision,
         num_gpus=num_gpus,
         microbatches=decision.microbatches,
         sequences_per_microbatch=sequences,
@@ -227,9 +231,6 @@ def predict(decision: Decision) -> Prediction:
         break_even=_break_even(decision, work),
         stages=plan.layout.stages,
         activations=_activations(plan.layout),
-        simulation=lambda: (decision.simulate(every_round=True) if simulated.left_out else simulated).done,
-        first_program=lambda: decision.simulate(every_round=True).programs[0],
-        simulate=decision.simulate_program,
         products_on=_products_on(decision),
         assumptions=_assumptions(decision),
     )

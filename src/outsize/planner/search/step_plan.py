@@ -31,6 +31,7 @@ from outsize.planner.memory.memory_table import (
 from outsize.planner.memory.step_bytes import Live, device_bytes, host_bytes
 from outsize.planner.memory.traffic import OpBytes, Traffic
 from outsize.planner.passes.cycle import cycle_peak
+from outsize.planner.passes.slots import limits_of, rewritten
 from outsize.planner.passes.step_parts import build_step, successive_steps
 from outsize.planner.program.program import Program, render
 from outsize.planner.program.stages import Choice, Extent, Kept
@@ -92,6 +93,7 @@ class Plan:
         state: how a trained unit lies at home.
         home_parts: bytes of the home by what they are: weights, master weights, optimizer state, gradients.
         heap: whether the device has `Demand.spare_bytes` besides.
+        user_programs: of the user's own, that steps follow by turns; empty for those of the layout.
     """
 
     model: ModelSpec = field(repr=False)
@@ -111,6 +113,7 @@ class Plan:
     home_parts: Mapping[str, int] = field(default_factory=dict)
     offload_rooms: Mapping[Extent, tuple[int, int]] = field(default_factory=dict)
     heap: bool = True
+    user_programs: tuple[Program, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(
@@ -157,7 +160,7 @@ class Plan:
     @cached_property
     def program(self) -> Program:
         """The ops of a step."""
-        return build_step(self.layout)
+        return self.user_programs[0] if self.user_programs else build_step(self.layout)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -178,7 +181,23 @@ class Plan:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The programs that steps follow by turns, where each begins with the worker that the one before left free."""
-        return (self.program,) if self.layout.stages is None else _programs_of(self.layout)
+        if self.user_programs or self.layout.stages is None:
+            return self.user_programs or (self.program,)
+        return _programs_of(self.layout)
+
+    def walking(self, change: Callable[[str], str]) -> "Plan":
+        """Return the plan with what ``change`` makes of the text of each of its programs in place of that.
+
+        Raises:
+            ProgramError: it breaks a rule, or holds more activations than the plan has room for; shows where.
+        """
+        room = self.memory, self.below, self.demand.boundary_bytes, self.demand.kept_bytes
+        limits = limits_of(self.program, self.layout, *room)
+        programs = tuple(
+            rewritten(program, change, self.layout, limits, self.demand.rest_users)
+            for program in self.programs
+        )
+        return replace(self, user_programs=programs)
 
     @property
     def plan_id(self) -> str:

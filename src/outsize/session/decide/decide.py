@@ -17,7 +17,7 @@ from pathlib import Path
 from outsize.choices import NewtonSchulz
 from outsize.codecs.transport import Transport
 from outsize.detail import Detail
-from outsize.errors import OutsizeError
+from outsize.errors import ConfigError, OutsizeError
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import GAIN, PRODUCTS_KEY, RESIDENT_KEY
 from outsize.planner.predict.question import CodingRates
@@ -28,6 +28,7 @@ from outsize.planner.search.step_plan import Plan
 from outsize.session.decide.lane_rates import codec_rates, crossing_rates
 from outsize.session.decide.rates import Rates, measure_rates
 from outsize.session.job.job_options import AUTO, CROSSINGS, open_crossings, products_open
+from outsize.session.job.own_code import program_named
 from outsize.session.job.planning import decision_for, is_linked, question_of
 from outsize.session.job.prepare import Job, planned, prepare
 from outsize.streamed.spec import RunSpec
@@ -66,6 +67,9 @@ def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
         The run, and rates of its microbatches; None where nothing depended on rates.
     """
     job, rates = _decided(prepared, announce)
+    if (name := job.config.train.program) is not None:
+        job = replace(job, plan=_walking(job, name))
+        announce(f"train.program: steps follow {name}")
     if products_open(job.config.optimizer):
         place: NewtonSchulz = "device" if job.plan.state.products_on_device else "host"
         job = job.following(job.config.multiplying(place))
@@ -73,6 +77,28 @@ def choose_plan(prepared: Job, announce: Announce) -> tuple[Job, Rates | None]:
         announce(line)
     config = job.config.in_microbatches(job.config.microbatches, _round_to_tell(job.plan))
     return job.following(config), rates
+
+
+def _walking(job: Job, name: str) -> Plan:
+    """Return the plan of a run with the program that ``train.program`` names."""
+    if job.group.size > 1:
+        raise ConfigError(
+            "train.program: ranks that share each step follow one another's order; leave it out there"
+        )
+    change, turns = program_named(name), len(job.plan.programs)
+    if turns > 1 and ":" not in name:
+        raise ConfigError(
+            f"train.program: steps of these workers follow {turns} programs by turns, and a file holds one; name a "
+            "function, FILE.py:FUNCTION, that makes each of the plan's"
+        )
+
+    def changed(text: str) -> str:
+        try:
+            return str(change(text))
+        except Exception as error:  # whatever the user's own code raises
+            raise ConfigError(f"train.program: {name} failed: {type(error).__name__}: {error}") from error
+
+    return job.plan.walking(changed)
 
 
 def _of_codecs(job: Job) -> list[str]:

@@ -1,13 +1,10 @@
 """Build the model of a run without its weights: split, its blocks changed as configured, its sizes counted."""
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -44,6 +41,7 @@ from outsize.session.job.known_models import (
     family_of,
     made_up_sample,
 )
+from outsize.session.job.own_code import take_loss
 from outsize.streamed.spec import BlockSettings, RunSpec
 
 Announce = Callable[[str], None]
@@ -185,72 +183,6 @@ def split_model(
     optimizer = config.optimizer
     groups = [RateGroup(**group.model_dump()) for group in optimizer.groups]
     return replace(parts, spec=with_rates(parts.spec, optimizer.layer_decay, groups))
-
-
-class NamedLoss:
-    """Calls a function of logits and labels.
-
-    Attributes:
-        was_called: whether a model has asked for it.
-    """
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function = function
-        self.was_called = False
-
-    def __call__(self, logits: Tensor, labels: Tensor, **more: Any) -> Tensor:
-        """Return the loss of a microbatch; ``more`` is what transformers gives besides."""
-        self.was_called = True
-        return self._function(logits, labels)
-
-
-def take_loss(model: nn.Module, name: str | None) -> None:
-    """Have ``model`` take its loss from the function called ``name``, where there is one.
-
-    Raises:
-        ConfigError: there is no such function.
-    """
-    if name is not None:
-        cast(Any, model).loss_function = NamedLoss(_function(name))
-
-
-def check_loss(model: nn.Module) -> None:
-    """Check, once a microbatch was tried, that the model has asked the function that it was to take its loss from.
-
-    Raises:
-        ModelError: it takes its loss otherwise.
-    """
-    function = getattr(model, "loss_function", None)
-    if isinstance(function, NamedLoss) and not function.was_called:
-        raise ModelError(
-            f"train.loss_function: {type(model).__name__} takes its loss otherwise; leave it out, or write a loop with "
-            "outsize.wrap"
-        )
-
-
-def _function(name: str) -> Callable[..., Tensor]:
-    place, _, attribute = name.rpartition(":")
-    if not place or not attribute:
-        raise ConfigError(f"train.loss_function: {name!r} is to be FILE.py:FUNCTION or MODULE:FUNCTION")
-    try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever the user's own code raises
-        raise ConfigError(f"train.loss_function: {place} cannot be loaded: {error}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigError(f"train.loss_function: {place} has no function {attribute!r}")
-    return cast(Callable[..., Tensor], function)
-
-
-def _from_file(path: Path) -> ModuleType:
-    name = f"outsize_loss_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def count_model(hf_config: Mapping[str, Any], config: Config) -> Counts:

@@ -48,12 +48,12 @@ from outsize.session.job.machine import (
 from outsize.session.job.model_setup import (
     change_blocks,
     check_length,
-    check_loss,
     skeleton_of,
     sourced,
     split_model,
 )
 from outsize.session.job.optimizer_layout import layout_for, with_masters_of
+from outsize.session.job.own_code import check_loss
 from outsize.session.job.planning import decision_for
 from outsize.streamed.spec import RunSpec, check_shares, dtype_chosen
 from outsize.units import format_bytes, format_count
