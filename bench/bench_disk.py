@@ -22,7 +22,7 @@ import torch
 from common import Spread, Usage, finish, machine, print_table
 
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.optim.optimizer_spec import StateLayout, planes_for
+from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES
 from outsize.storage.home import DiskHome
 from outsize.storage.ledger import Arena
@@ -31,6 +31,9 @@ from outsize.storage.prealloc import IOPool
 MIB = 2**20
 REQUEST_SIZES = [256 * 1024 * 2**power for power in range(6)]
 THREADS = [1, 2, 4, 8]
+
+LAYOUT = StateLayout(dtype="fp32")
+PLANES = {name: ITEM_BYTES[plane.item] for name, plane in LAYOUT.planes.items()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Plain:
 
 def model_of(num_bytes: int, unit_elements: int) -> ModelSpec:
     """Return equal fp32 units whose home is about ``num_bytes``."""
-    per_unit = unit_elements * sum(planes_for("fp32").values())
+    per_unit = unit_elements * sum(PLANES.values())
     units = [
         pack_unit(index, f"layers.{index}", "block", [(f"w{index}", (unit_elements,), True, True)])
         for index in range(max(1, num_bytes // per_unit))
@@ -114,7 +117,7 @@ def whole_planes(
     numel = model.units[0].numel
     buffers = [arena.take(numel * 4, "slot").view(torch.float32).fill_(1) for _ in range(2)]
     call = home.write if written else home.read
-    planes = list(planes_for("fp32"))
+    planes = list(PLANES)
 
     def work() -> None:
         for unit in model.units:
@@ -128,7 +131,7 @@ def tiles(
     home: DiskHome, model: ModelSpec, arena: Arena, tile: int, *, written: bool
 ) -> tuple[int, Callable[[], None]]:
     """The planes of a step, tile by tile, through two tile buffers in turn."""
-    layout = StateLayout(dtype="fp32")
+    layout = LAYOUT
     planes = layout.write_planes if written else layout.read_planes
     buffers = [
         {plane: arena.take(tile * 4, "tile").view(torch.float32).fill_(1) for plane in planes}
@@ -154,7 +157,7 @@ def compare(arguments: argparse.Namespace, directory: Path) -> dict[str, object]
     with (
         Arena() as arena,
         IOPool(arguments.threads) as pool,
-        DiskHome(model, planes_for("fp32"), path, pool, request_bytes=arguments.request_kib * 1024) as home,
+        DiskHome(model, LAYOUT, path, pool, request_bytes=arguments.request_kib * 1024) as home,
     ):
         plain = Plain(path)
         try:

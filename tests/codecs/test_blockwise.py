@@ -113,5 +113,5 @@ def test_an_asymmetric_grid_serves_what_is_all_positive_better():
 def test_ratios_count_the_scales(name, times):
     """Against bf16; against fp32 twice as much."""
     spec = open_codec(name).spec
-    assert 1 / spec.expected_ratio("bf16") == pytest.approx(times, abs=0.02)
-    assert 1 / spec.expected_ratio("fp32") == pytest.approx(2 * times, abs=0.04)
+    assert 2**21 / spec.expected_bytes(2**20, "bf16") == pytest.approx(times, abs=0.02)
+    assert 2**22 / spec.expected_bytes(2**20, "fp32") == pytest.approx(2 * times, abs=0.04)

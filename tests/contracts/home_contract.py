@@ -14,13 +14,24 @@ import torch
 from contracts.device_contract import pattern, raises, same_bits, small_model
 from outsize.errors import BudgetExceededError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
-from outsize.optim.optimizer_spec import planes_for
+from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout
 from outsize.storage.home import Home
 from outsize.storage.home_layout import COMPUTE_DTYPE
 from outsize.storage.ledger import Arena
 from outsize.storage.scratch import Scratch
 
 MakeHome = Callable[[ModelSpec], Home]
+
+
+def planes_for(dtype: str) -> dict[str, int]:
+    """Return the planes of a plain layout and their bytes per element, for compute dtype ``dtype``.
+
+    Units that are not trained have ``weights`` only.
+
+    Raises:
+        ValueError: unknown dtype.
+    """
+    return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}
 
 
 def check_home_reads_zeros_where_nothing_was_written(make: MakeHome) -> None:

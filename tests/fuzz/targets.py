@@ -15,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from contracts.home_contract import planes_for
 from fuzz.damage import JUNK, documents, holes, texts
 from fuzz.guard import survives
 from fuzz.run_directories import read_by_a_command, strategies
@@ -32,7 +33,6 @@ from outsize.hardware.from_probe import read_machine
 from outsize.model.build import load_hf_config
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.model.split import split
-from outsize.optim.optimizer_spec import planes_for
 from outsize.optim.shares import commit_record_bytes
 from outsize.planner.passes.slots import validate
 from outsize.planner.passes.step_parts import build_step

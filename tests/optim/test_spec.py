@@ -1,9 +1,9 @@
 import pytest
 
+from contracts.home_contract import planes_for
 from outsize.optim.optimizer_spec import (
     StateLayout,
     masters_for,
-    planes_for,
 )
 
 

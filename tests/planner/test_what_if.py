@@ -227,7 +227,7 @@ def test_codecs_are_asked_about_where_the_link_ends_a_step_and_only_there():
     assert base.binding == LINK_UP
     assert "weights=lossless4" in usual_changes(slow, base)
     brought = outcome(slow, base, "weights=lossless4")
-    assert 0.02 < brought.gain < 1 / LOSSLESS4.expected_ratio("bf16") - 1
+    assert 0.02 < brought.gain < 1 / (LOSSLESS4.expected_bytes(2**20, "bf16") / 2**21) - 1
     assert "encoded weights" in brought.prediction.memory["host"]
     assert brought.prediction.binding == LINK_UP
     encoded = parse_change("weights=lossless4")(slow)

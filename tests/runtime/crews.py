@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from contracts.home_contract import planes_for
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.passes.slots import validate
 from outsize.planner.program.stages import OFFLOADED, Extent, Stages
 from outsize.planner.search.offload_balance import UnitRates

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from contracts.home_contract import planes_for
 from outsize.accelerators import Devices
 from outsize.codecs.transport import EXACT, Wire
 from outsize.group.group import Group
 from outsize.model.split import Split, split
 from outsize.model.walk import Boundaries
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import planes_for
 from outsize.optim.shares import shares
 from outsize.planner.memory.step_bytes import net_staging
 from outsize.planner.program.stages import Kept

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from contracts.home_contract import planes_for
 from outsize.errors import NonFiniteError
 from outsize.model.sizes.model_spec import ModelSpec, pack_unit
-from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.forward.binding import GradientSums, tensor_views

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from contracts import same_bits
+from contracts.home_contract import planes_for
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.ops.optimizer_ops import OptimizerOps, StepMemory
 from outsize.storage.home import DiskHome, HostHome

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from contracts import pattern, same_bits
+from contracts.home_contract import planes_for
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.optimizer_spec import EXP_AVG, MASTER, WEIGHTS, planes_for
+from outsize.optim.optimizer_spec import EXP_AVG, MASTER, WEIGHTS
 from outsize.planner.memory.memory_table import store_buffer_bytes
 from outsize.runtime.ops.checkpoint_ops import StoreOps
 from outsize.runtime.ops.optimizer_ops import OptimizerOps

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from contracts import pattern, same_bits, small_model
-from outsize.optim.optimizer_spec import planes_for
+from contracts.home_contract import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
 from outsize.runtime.ops.load_ops import WeightOps, typed_plane

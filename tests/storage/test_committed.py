@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from contracts import pattern, same_bits, small_model
+from contracts.home_contract import planes_for
 from optim.reference import ADAFACTOR
 from outsize import files
 from outsize.errors import StorageError
@@ -20,7 +21,7 @@ from outsize.model.sizes.model_spec import (
     granule_elements_for,
     pack_unit,
 )
-from outsize.optim.optimizer_spec import GRADIENT, StateLayout, planes_for
+from outsize.optim.optimizer_spec import GRADIENT, StateLayout
 from outsize.optim.shares import commit_record_bytes, committed_bytes
 from outsize.storage import record as record_module
 from outsize.storage.committed import CommittedHome, find_record

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from contracts import HOME_CONTRACT, pattern, same_bits, small_model
+from contracts.home_contract import planes_for
 from outsize.errors import BudgetExceededError
-from outsize.optim.optimizer_spec import planes_for
 from outsize.storage.committed import CommittedHome
 from outsize.storage.home import DiskHome, HostHome
 from outsize.storage.ledger import Arena, Ledger

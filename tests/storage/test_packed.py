@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from contracts import HOME_CONTRACT, same_bits, small_model
 from contracts.device_contract import normal
+from contracts.home_contract import planes_for
 from outsize.codecs.codec import open_codec
 from outsize.codecs.transport import PIECE_ALIGN, PIECE_ELEMENTS, room_bytes
 from outsize.errors import StorageError
-from outsize.optim.optimizer_spec import planes_for
 from outsize.storage.encoded_planes import EncodedRoom, PackedPlane
 from outsize.storage.home import HostHome
 from outsize.storage.ledger import Arena

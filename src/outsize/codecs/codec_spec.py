@@ -86,10 +86,6 @@ class CodecSpec:
         if not self.dtypes or not set(self.dtypes) <= ITEMSIZE.keys():
             raise ValueError(f"codec {self.name} needs dtypes of {', '.join(ITEMSIZE)}, not {self.dtypes}")
 
-    def expected_ratio(self, dtype: str, numel: int = 2**20) -> float:
-        """Encoded bytes by raw bytes, for ``numel`` elements of ``dtype``."""
-        return self.expected_bytes(numel, dtype) / (numel * ITEMSIZE[dtype])
-
 
 RAW = CodecSpec(
     name="raw",

@@ -172,10 +172,6 @@ class Loader:
             self._thread = threading.Thread(target=self._run, name="outsize-loader", daemon=True)
             self._thread.start()
 
-    def is_kept(self, unit: int) -> bool:
-        """Whether ``unit`` is here to stay, and loaded."""
-        return unit in self._kept and unit in self._there
-
     def take(self, unit: int) -> tuple[Tensor, ...]:
         """Return the planes of ``unit``, to compute with until it is given back.
 

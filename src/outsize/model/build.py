@@ -232,7 +232,8 @@ def _require_config(path: Path) -> Any:
                 f"as model.path, with train.method=lora and lora.from={path.parent}; outsize generate and outsize.load "
                 "take them as they are"
             )
-        run = "is a run: name one of its checkpoints" if (path.parent / "checkpoints").is_dir() else ""
+        saved = sorted(path.parent.glob("checkpoints/step-????????"))
+        run = f"is a run: name one of its checkpoints, such as {saved[-1]}" if saved else ""
         why = run or f"has no {path.name}; a Hugging Face model directory has one"
         raise CheckpointError(f"{path.parent} {why}")
     fields = files.read_json(path, CheckpointError, "download it again")

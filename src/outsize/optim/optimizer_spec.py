@@ -380,14 +380,3 @@ def layout_of(state: State) -> StateLayout:
         ValueError: unknown dtype.
     """
     return StateLayout(dtype=state) if isinstance(state, str) else state
-
-
-def planes_for(dtype: str) -> dict[str, int]:
-    """Return the planes of a plain layout and their bytes per element, for compute dtype ``dtype``.
-
-    Units that are not trained have ``weights`` only.
-
-    Raises:
-        ValueError: unknown dtype.
-    """
-    return {name: ITEM_BYTES[plane.item] for name, plane in StateLayout(dtype=dtype).planes.items()}

@@ -341,11 +341,3 @@ class Line(Part):
         "`allocator_retries` of torch, which gave cached device memory back and waited, `failed_saves`, "
         "`failed_writers`, and `failed_writes` of lines and files like this one"
     )
-
-
-def json_schema() -> dict[str, Any]:
-    """Return the schema of a line, for readers in other languages."""
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Line.model_json_schema(by_alias=True),
-    }
