@@ -117,11 +117,9 @@ def _disk_assumed(request: Asked, prediction: Prediction) -> list[str]:
     disk = request.question.machine.disk
     if prediction.home != "disk" or disk is None or disk.read_bytes_per_s != NVME.read_bytes_per_s:
         return []
-    room = (
-        f"{disk.capacity_bytes / 1e12:.3g} TB free on " if disk.capacity_bytes == NVME.capacity_bytes else ""
-    )
+    room = f"with {disk.capacity_bytes / 1e12:.3g} TB free " * (disk.capacity_bytes == NVME.capacity_bytes)
     return [
-        f"assumed: {room}an NVMe drive that reads 7 GB/s; --disk, --disk-read and --disk-write say otherwise"
+        f"assumed: an NVMe drive {room}that reads 7 GB/s; --disk, --disk-read and --disk-write say otherwise"
     ]
 
 

@@ -80,11 +80,7 @@ def _lacking(not_judged: "Iterable[NotJudged]") -> list[str]:
     rules: dict[str, list[str]] = {}
     for entry in not_judged:
         rules.setdefault(entry.lacks, []).append(entry.id)
-    return [f"  {lacks} ({_counted(len(names))})" for lacks, names in rules.items()]
-
-
-def _counted(number: int) -> str:
-    return "1 rule" if number == 1 else f"{number} rules"
+    return [f"  {lacks} ({len(names)} rule{'s' * (len(names) > 1)})" for lacks, names in rules.items()]
 
 
 SAY_S = 10.0  # between two lines of progress

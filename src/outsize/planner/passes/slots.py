@@ -310,12 +310,7 @@ def rewritten(
 ) -> Program:
     """Return what ``change`` makes of the text of ``program``, where it is one for the same memory and the same bits.
 
-    Args:
-        program: of the layout.
-        change: makes a text of a text.
-        layout: of both.
-        limits: of the memory that there is.
-        adding: units whose backwards add to the gradient of outer parameters, whose order rounding depends on.
+    Backwards of units ``adding`` to the gradient of outer parameters keep their order, which its rounding depends on.
 
     Raises:
         ProgramError: it breaks a rule, does not fit, or adds in another order; shows where.
