@@ -58,7 +58,7 @@ def test_a_machine_with_a_switch_and_a_program_of_ones_own_are_predicted(tmp_pat
     assert one.simulate(one.program).step_s == pytest.approx(one.step_s)
     page = (Path(__file__).parent.parent / "docs" / "programs.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {"re": re}
-    exec(re.search(r"def loading_late.*?\n\n\n", page, re.DOTALL)[0], names)  # type: ignore[index]
+    exec(re.search(r"def loading_late.*?(?=```)", page, re.DOTALL)[0], names)  # type: ignore[index]
     for plan in (one, outsize.predict(model_json, gpus="4090", tokens_per_step=65536, home="host")):
         text = names["loading_late"](plan.program)
         assert sorted(text.splitlines()) == sorted(plan.program.splitlines())

@@ -81,7 +81,7 @@ def test_a_run_walks_it_and_plan_json_replays_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "error", "message"),
     [
-        ("passes.py:unfreed", ProgramError, "still holds unit"),
+        ("passes.py:unfreed", ProgramError, "slots? still hold"),
         ("passes.py:nothing", ProgramError, "not an op: 'None'"),
         ("passes.py:raising", ConfigError, "failed: LookupError: no such op"),
         ("passes.py:absent", ConfigError, "has no function 'absent'"),
