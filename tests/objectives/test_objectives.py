@@ -242,6 +242,37 @@ def test_messages_are_written_with_the_template(tmp_path: Path):
         )
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
+def test_text_stops_where_the_replies_of_an_objective_end(objective: str, method: str, tmp_path: Path):
+    config = make_run(
+        tmp_path,
+        objective,
+        data={"template": "chatml", "seq_len": 96},
+        train={"objective": objective, "method": method, "tokens_per_step": 192, "steps": 1},
+    )
+    user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    asked = {"prompt": [user], "chosen": [good], "rejected": [{**good, "content": "b"}]}
+    judged = {"prompt": [user], "completion": [good]}
+    records = {
+        "kto": [{**judged, "label": True}, {**judged, "label": False}],
+        "distill": [{"messages": [user, good]}],
+    }
+    lines = [json.dumps(record) + "\n" for record in records.get(objective, [asked])]
+    Path(config.data.path).write_text("".join(lines * 6))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(config.model.path)
+    said: list[str] = []
+    result = train(config, announce=said.append)
+    mark = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    places = [Path(result.export_dir or ""), export(Path(config.train.run_dir or ""), tmp_path / "out")]
+    for place in places:
+        ends = json.loads((place / "generation_config.json").read_text())["eos_token_id"]
+        assert ends[0] == mark
+    assert sum("replies end with '<|im_end|>'" in line for line in said) == 1
+
+
 @pytest.mark.parametrize(("objective", "home"), [("dpo", "host"), ("classify", "disk")])
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(

@@ -2,6 +2,7 @@
 
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -9,7 +10,13 @@ from typing import Any, Protocol, Self
 
 from outsize import files
 from outsize.checkpoint.checkpoint_state import MASTER_LOW, name_of, plane_of, state_planes
-from outsize.checkpoint.files.checkpoint_files import Beside, read_beside, read_generation_config, stopping_at
+from outsize.checkpoint.files.checkpoint_files import (
+    GENERATION,
+    Beside,
+    read_beside,
+    read_generation_config,
+    stop_at,
+)
 from outsize.checkpoint.saving import Saving
 from outsize.checkpoint.tokenizer_files import load_tokenizer
 from outsize.config import TrainConfig
@@ -243,7 +250,9 @@ def _beside(prepared: Job, announce: Callable[[str], None]) -> Beside:
     config = given or GenerationConfig.from_model_config(prepared.hf_config)
     trusted = prepared.config.model.trust_remote_code
     tokenizer = load_tokenizer(prepared.directory, trust_remote_code=trusted)
-    return {**beside, **stopping_at(prepared.reply_end, tokenizer, config, announce)}
+    if stop_at(prepared.reply_end, tokenizer, config, announce):
+        beside = {**beside, GENERATION: zlib.compress(config.to_json_string(use_diff=True).encode(), 1)}
+    return beside
 
 
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are

@@ -223,6 +223,8 @@ class PackedDataset:
     Attributes:
         found: what was found, source by source.
         detected: the first of that.
+        template: the chat template that conversations were written with; None for the tokenizer's own, or without any.
+        reply_end: what ends a reply, as the chat template writes it; empty where nothing does.
         seq_len: tokens per sequence.
     """
 
@@ -236,17 +238,14 @@ class PackedDataset:
         self._block: tuple[int, int, NDArray[np.int64]] | None = None
         self.found = [detected] if isinstance(detected, Detected) else list(detected)
         self.detected = self.found[0]
+        self.template = next((each.template for each in self.found if each.template is not None), None)
+        self.reply_end = next((each.reply_end for each in self.found if each.reply_end), "")
         self.seq_len = seq_len
 
     @property
     def num_sequences(self) -> int:
         """Sequences per epoch."""
         return self._layout.num_sequences
-
-    @property
-    def template(self) -> str | None:
-        """The chat template that conversations were written with; None for the tokenizer's own, or without any."""
-        return next((each.template for each in self.found if each.template is not None), None)
 
     def grouped(self, num_sequences: int) -> Self:
         """Have batches of so many sequences hold those of like length from now on, and end with the longest of them."""

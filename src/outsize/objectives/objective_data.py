@@ -15,6 +15,7 @@ from torch import Tensor
 from outsize.config import Config
 from outsize.data.batch import IGNORED
 from outsize.data.chat import ChatTemplate
+from outsize.data.chat.chat_forms import reply_end
 from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.model.build import is_masked
@@ -41,6 +42,7 @@ class Prepared:
         collate: makes a batch of rows; None where the trainer itself does.
         changes: what the model's config says of the data.
         teacher: its logits, where they are read and not computed.
+        reply_end: what ends a reply of a conversation, as the chat template writes it; empty for nothing.
     """
 
     tokenizer: Any
@@ -49,6 +51,7 @@ class Prepared:
     collate: Collate | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     teacher: TeacherLogits | None = None
+    reply_end: str = ""
 
 
 def prepare_data(
@@ -96,6 +99,7 @@ def prepare_data(
         if value and not is_chat:
             announce(f"note: data.{key} has no effect: no record is a conversation")
     if recipe.by_trl:
+        end = ""
         if is_chat:
             chat = ChatTemplate(tokenizer, config.data.template)
             tokenizer.chat_template = (
@@ -103,18 +107,15 @@ def prepare_data(
             )
             rows = [as_read(chat, row, config.data.path) for row in rows]
             measured = measured and [as_read(chat, row, config.data.path) for row in measured]
-        return _of_trl(tokenizer, rows, measured, recipe)
+            end = reply_end(chat.render)
+        return Prepared(
+            tokenizer=tokenizer,
+            rows=_as_dataset(rows),
+            measured=None if measured is None else _as_dataset(measured),
+            changes={"num_labels": 1} if recipe.task == "SEQ_CLS" else {},
+            reply_end=end,
+        )
     return _encoded(config, objective, files, tokenizer, (rows, measured), announce)
-
-
-def _of_trl(tokenizer: Any, rows: list[Row], measured: list[Row] | None, recipe: Recipe) -> Prepared:
-    changes = {"num_labels": 1} if recipe.task == "SEQ_CLS" else {}
-    return Prepared(
-        tokenizer=tokenizer,
-        rows=_as_dataset(rows),
-        measured=None if measured is None else _as_dataset(measured),
-        changes=changes,
-    )
 
 
 def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
@@ -293,7 +294,14 @@ def _packed(
     if teacher is not None:
         teacher.check(rows, *([] if measured is None else [measured]))
         announce(teacher.describe())
-    return Prepared(tokenizer=tokenizer, rows=rows, measured=measured, collate=_stacked, teacher=teacher)
+    return Prepared(
+        tokenizer=tokenizer,
+        rows=rows,
+        measured=measured,
+        collate=_stacked,
+        teacher=teacher,
+        reply_end=dataset.reply_end,
+    )
 
 
 class ScoredSequences:

@@ -21,6 +21,7 @@ from outsize import files
 from outsize.accelerators import Devices, module_of
 from outsize.checkpoint import run_checkpoint
 from outsize.checkpoint.checkpoint_state import CHECKPOINTS, best, latest, remove_litter
+from outsize.checkpoint.files.checkpoint_files import stop_at
 from outsize.checkpoint.saver import check_saves, state_bytes, weight_bytes
 from outsize.checkpoint.trainer_checkpoint import is_trainers
 from outsize.choices import OBJECTIVES_OF
@@ -172,6 +173,9 @@ def _opened(
     if known_run is not None and is_wrapped(streamed(models.trained)):
         runner_of(streamed(models.trained)).record(run_dir, known_run)
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
+    generation = getattr(streamed(models.trained), "generation_config", None)
+    if data.reply_end and generation is not None:
+        stop_at(data.reply_end, data.tokenizer, generation, announce)
     _check_that_it_saves(models.trained, data.tokenizer)
     with _refused_as_configuration(objective):
         arguments = _arguments(config, objective, recipe, kinds[1], own_dir, devices)

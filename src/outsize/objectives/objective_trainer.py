@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from safetensors import SafetensorError
@@ -30,6 +30,7 @@ from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.records import StepRecord
+from outsize.wrapped.generating import generation_config_as_it_is
 from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.module import is_wrapped, runner_of
 from outsize.wrapped.optimizer import AdamW, clip_grad_norm_
@@ -113,10 +114,14 @@ class ByConfig(TrainerSteps):
         try:
             make_durable(directory.parent)
             yield
-            if any(
-                adapter.task_type == "SEQ_CLS" for adapter in getattr(self.model, "peft_config", {}).values()
-            ):
+            adapters, base = getattr(self.model, "peft_config", {}).values(), cast(Any, streamed(self.model))
+            if any(adapter.task_type == "SEQ_CLS" for adapter in adapters):
                 self.model.config.save_pretrained(directory)  # names of classes, which adapters do not tell
+            if (
+                adapters and getattr(base, "generation_config", None) is not None
+            ):  # nor the marks that end a text
+                with generation_config_as_it_is(base, directory):
+                    base.generation_config.save_pretrained(directory)
             for path in (*directory.rglob("*"), directory, directory.parent):
                 files.sync(path)
             set_latest(directory)

@@ -347,8 +347,7 @@ def notes_of(config: Config, prepared: Job, num_processes: int = 1) -> list[str]
 
 def over(dataset: PackedDataset, prepared: Job, announce: Callable[[str], None]) -> Job:
     """Return the run over its data: with their chat template, and its steps where their number follows from them."""
-    reply_end = next((each.reply_end for each in dataset.found if each.reply_end), "")
-    prepared = replace(prepared, template=dataset.template, reply_end=reply_end)
+    prepared = replace(prepared, template=dataset.template, reply_end=dataset.reply_end)
     if prepared.config.train.epochs is None:
         return prepared
     prepared = replace(prepared, run=prepared.run.over(dataset.num_sequences))

@@ -161,7 +161,7 @@ _OF_TOKENIZER = (
     "*.model",
     "*.tiktoken",
 )
-_GENERATION, _CODE = "generation_config.json", "*.py"
+GENERATION, _CODE = "generation_config.json", "*.py"
 # Where transformers keeps the chat templates of a tokenizer beside its default one.
 NAMED_TEMPLATES = "additional_chat_templates"
 
@@ -175,7 +175,7 @@ def read_generation_config(directory: Path) -> Any:
     Raises:
         CheckpointError: transformers cannot read it, and would load no model beside it.
     """
-    path = directory / _GENERATION
+    path = directory / GENERATION
     if not path.exists():
         return None
     from transformers import GenerationConfig
@@ -187,8 +187,8 @@ def read_generation_config(directory: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}; mend or remove it") from error
 
 
-def stopping_at(end: str, tokenizer: Any, config: Any, announce: Callable[[str], object]) -> Beside:
-    """Return the file of a generation config with the end of a trained reply among the marks that end a text.
+def stop_at(end: str, tokenizer: Any, config: Any, announce: Callable[[str], object]) -> bool:
+    """Put the end of a trained reply among the marks of a generation config that end a text.
 
     Args:
         end: what ends a reply, as its chat template writes it.
@@ -197,21 +197,21 @@ def stopping_at(end: str, tokenizer: Any, config: Any, announce: Callable[[str],
         announce: told that the mark is taken, or that it is none of the tokenizer's special tokens.
 
     Returns:
-        No file where ``config`` has the mark already, or it is not one special token.
+        Whether ``config`` changed: not where it has the mark already, or the mark is not one special token.
     """
     ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if not ids or ids[-1] in ends:
-        return {}
+        return False
     if len(ids) > 1 or ids[0] not in tokenizer.added_tokens_decoder:
         announce(
             f"note: replies end with {end!r}, which is no special token of the tokenizer: generated text does not stop "
             "there by itself; name it in generate --stop, or take a template whose mark the tokenizer has"
         )
-        return {}
+        return False
     config.eos_token_id = [*ids, *(mark for mark in ends if mark is not None)]
     announce(f"replies end with {end!r}: with what is saved, generated text stops there too")
-    return {_GENERATION: zlib.compress(config.to_json_string(use_diff=True).encode(), 1)}
+    return True
 
 
 def read_beside(
@@ -232,8 +232,8 @@ def read_beside(
     origin = locate_checkpoint(source)
     owner = adapters if adapters is not None and has_tokenizer(adapters) else origin
     try:
-        says = origin if adapters is None or not (adapters / _GENERATION).is_file() else adapters
-        read = _read(says, (_GENERATION,)) | (_read(origin, (_CODE,)) if with_code else {})
+        says = origin if adapters is None or not (adapters / GENERATION).is_file() else adapters
+        read = _read(says, (GENERATION,)) | (_read(origin, (_CODE,)) if with_code else {})
         read |= _read(owner, (*_OF_TOKENIZER, _CODE) if _brings_code(owner) else _OF_TOKENIZER)
         lone = lone_template(adapters) if adapters is not None else None
         if template is None and lone is not None:
