@@ -11,8 +11,7 @@ from data.conftest import make_tokenizer
 from objectives.test_objectives import make_run
 from outsize.data.chat import ChatTemplate
 from outsize.errors import DataError
-from outsize.objectives.objective_data import _as_dataset, as_read
-from outsize.objectives.objective_records import read_rows
+from outsize.objectives.objective_records import as_dataset, as_read, read_rows
 from outsize.objectives.recipes import RECIPES
 
 datasets = pytest.importorskip("datasets")
@@ -164,10 +163,10 @@ def test_messages_come_out_of_a_dataset_as_they_went_in():
         {**PAIR, "chosen": [said("", tool_calls=calls(days=3, unit={"name": "C"}))]},
         {**PAIR, "chosen": [said("", tool_calls=calls(days="three", unit="C"))]},
     ]
-    assert list(_as_dataset(rows)) == rows
+    assert list(as_dataset(rows)) == rows
     options = ({}, {"enable_thinking": False}, {"effort": "high", "python_tools": [{"a": 1}, "b"]})
     rows = [{**row, "chat_template_kwargs": each} for row, each in zip(rows, options, strict=True)]
-    assert list(_as_dataset(rows)) == rows
+    assert list(as_dataset(rows)) == rows
 
 
 def test_records_without_arguments_of_the_template_have_none_beside_others(read):
@@ -209,7 +208,7 @@ def test_calls_and_tools_become_the_tokens_that_trl_makes_of_the_same_records(re
         trl.DPOTrainer._prepare_dataset(
             SimpleNamespace(_tokenizer=tokenizer), each, tokenizer, options, "train"
         )
-        for each in (_as_dataset(rows), datasets.Dataset.from_list([record] * 3))
+        for each in (as_dataset(rows), datasets.Dataset.from_list([record] * 3))
     )
     for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
         assert list(ours[name]) == list(theirs[name])

@@ -1,7 +1,5 @@
 """From the records of an objective to what its trainer takes: rows, and what makes a batch of them."""
 
-import importlib
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +18,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.model.build import is_masked
 from outsize.objectives.objective_models import Row
-from outsize.objectives.objective_records import Classes, read_rows
+from outsize.objectives.objective_records import Classes, as_dataset, as_read, read_rows
 from outsize.objectives.recipes import RECIPES, ROW, Recipe, TeacherLogits, teacher_logits_of
 from outsize.storage.directory import temporary_directory
 from outsize.training.defaults import settle
@@ -110,60 +108,12 @@ def prepare_data(
             end = reply_end(chat.render)
         return Prepared(
             tokenizer=tokenizer,
-            rows=_as_dataset(rows),
-            measured=None if measured is None else _as_dataset(measured),
+            rows=as_dataset(rows),
+            measured=None if measured is None else as_dataset(measured),
             changes={"num_labels": 1} if recipe.task == "SEQ_CLS" else {},
             reply_end=end,
         )
     return _encoded(config, objective, files, tokenizer, (rows, measured), announce)
-
-
-def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
-    """Return a row whose tool calls have the form that a template reads: arguments as objects, or as JSON text.
-
-    What the template does not read of the row is told.
-
-    Raises:
-        DataError: the template refuses a conversation of the row, or reads no form of it.
-    """
-    messages = {name: value for name, value in row.items() if isinstance(value, list)}
-    tools, options = row.get("tools"), row.get("chat_template_kwargs") or {}
-    says_more = any(message.keys() - {"role", "content"} for value in messages.values() for message in value)
-    if not (says_more or tools or options):
-        return row
-    prompt = messages.pop("prompt", [])
-    changed: Row = {}
-    for name, answer in messages.items():
-        form = chat.form([*prompt, *answer], tools and json.loads(tools), where, options)
-        changed |= {name: form[len(prompt) :], **({"prompt": form[: len(prompt)]} if prompt else {})}
-    return {**row, **changed}
-
-
-def _as_dataset(rows: list[Row]) -> Any:
-    """Return rows as a dataset whose messages come out as they went in.
-
-    Arrow gives all messages of a column the same keys, so that a call with an argument less than another would say
-    null for it; kept as JSON, each has its own.
-
-    Raises:
-        ConfigError: the library keeps no JSON.
-    """
-    library: Any = importlib.import_module("datasets")
-    of_messages = [name for name, value in rows[0].items() if isinstance(value, list)]
-    of_objects = [name for name, value in rows[0].items() if isinstance(value, dict)]
-    if not of_messages and not of_objects:
-        return library.Dataset.from_list(rows)
-    if not hasattr(library, "Json"):
-        raise ConfigError(
-            "conversations as records need a datasets library with Json; pip install -U datasets"
-        )
-    features = {
-        **dict.fromkeys(of_messages, library.List(library.Json())),
-        **dict.fromkeys(of_objects, library.Json()),
-    }
-    plain = [{name: value for name, value in row.items() if name not in features} for row in rows]
-    features |= library.Dataset.from_list(plain).features
-    return library.Dataset.from_list(rows, features=library.Features(features))
 
 
 def _encoded(

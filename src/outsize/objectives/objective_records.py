@@ -1,5 +1,7 @@
 """Records with fields of their own: pairs of answers, marked answers, texts of a class, texts that belong together."""
 
+import importlib
+import json
 import math
 import random
 from collections import Counter
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize.config import Config
+from outsize.data.chat import ChatTemplate
 from outsize.data.reading.conversations import TRUTHS, listed, read_template_arguments
 from outsize.data.reading.corpus_files import Corpus, Tolerance, find_sources
 from outsize.data.reading.documents import read_records
@@ -61,6 +64,54 @@ def read_rows(
     if not rows:
         raise DataError(f"{config.data.path}: no records for train.objective={objective}")
     return rows[: config.eval.sequences] if measured else rows
+
+
+def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
+    """Return a row whose tool calls have the form that a template reads: arguments as objects, or as JSON text.
+
+    What the template does not read of the row is told.
+
+    Raises:
+        DataError: the template refuses a conversation of the row, or reads no form of it.
+    """
+    messages = {name: value for name, value in row.items() if isinstance(value, list)}
+    tools, options = row.get("tools"), row.get("chat_template_kwargs") or {}
+    says_more = any(message.keys() - {"role", "content"} for value in messages.values() for message in value)
+    if not (says_more or tools or options):
+        return row
+    prompt = messages.pop("prompt", [])
+    changed: Row = {}
+    for name, answer in messages.items():
+        form = chat.form([*prompt, *answer], tools and json.loads(tools), where, options)
+        changed |= {name: form[len(prompt) :], **({"prompt": form[: len(prompt)]} if prompt else {})}
+    return {**row, **changed}
+
+
+def as_dataset(rows: list[Row]) -> Any:
+    """Return rows as a dataset whose messages come out as they went in.
+
+    Arrow gives all messages of a column the same keys, so that a call with an argument less than another would say
+    null for it; kept as JSON, each has its own.
+
+    Raises:
+        ConfigError: the library keeps no JSON.
+    """
+    library: Any = importlib.import_module("datasets")
+    of_messages = [name for name, value in rows[0].items() if isinstance(value, list)]
+    of_objects = [name for name, value in rows[0].items() if isinstance(value, dict)]
+    if not of_messages and not of_objects:
+        return library.Dataset.from_list(rows)
+    if not hasattr(library, "Json"):
+        raise ConfigError(
+            "conversations as records need a datasets library with Json; pip install -U datasets"
+        )
+    features = {
+        **dict.fromkeys(of_messages, library.List(library.Json())),
+        **dict.fromkeys(of_objects, library.Json()),
+    }
+    plain = [{name: value for name, value in row.items() if name not in features} for row in rows]
+    features |= library.Dataset.from_list(plain).features
+    return library.Dataset.from_list(rows, features=library.Features(features))
 
 
 def _kind(value: Any) -> str:
