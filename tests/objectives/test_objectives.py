@@ -242,14 +242,28 @@ def test_messages_are_written_with_the_template(tmp_path: Path):
         )
 
 
+@pytest.mark.parametrize("trained", ["texts", "conversations"])
+def test_a_model_is_measured_on_the_form_that_it_is_trained_on(trained: str, tmp_path: Path):
+    """A system prompt in one record makes conversations of all texts of its file, and of no other file."""
+    config = make_run(tmp_path, "dpo", eval={"data": str(tmp_path / "eval.jsonl")})
+    chats = "".join(json.dumps({**pair, "system": "s"}) + "\n" for pair in PAIRS)
+    texts = Path(config.data.path).read_text()
+    one, other = (texts, chats) if trained == "texts" else (chats, texts)
+    Path(config.data.path).write_text(one)
+    (tmp_path / "eval.jsonl").write_text(other)
+    key = "data.path" if trained == "texts" else "eval.data"
+    with pytest.raises(DataError, match=f"{key}: the records are texts where those of"):
+        train(config)
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
 def test_text_stops_where_the_replies_of_an_objective_end(objective: str, method: str, tmp_path: Path):
     config = make_run(
         tmp_path,
         objective,
-        data={"template": "chatml", "seq_len": 96},
-        train={"objective": objective, "method": method, "tokens_per_step": 192, "steps": 1},
+        data={"template": "chatml", "seq_len": 32},
+        train={"objective": objective, "method": method, "tokens_per_step": 64, "steps": 1},
     )
     user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     asked = {"prompt": [user], "chosen": [good], "rejected": [{**good, "content": "b"}]}

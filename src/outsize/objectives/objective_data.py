@@ -92,28 +92,58 @@ def prepare_data(
         f"{config.data.path}: {len(rows):,} records with {', '.join(rows[0])}"
         + ("" if measured is None else f", {len(measured):,} to measure on")
     )
-    is_chat = recipe.by_trl and any(isinstance(value, list) for value in rows[0].values())
-    for key, value in (("template", config.data.template), ("roles", config.data.roles)):
-        if value and not is_chat:
-            announce(f"note: data.{key} has no effect: no record is a conversation")
     if recipe.by_trl:
-        end = ""
-        if is_chat:
-            chat = ChatTemplate(tokenizer, config.data.template)
-            tokenizer.chat_template = (
-                chat.templates if len(chat.templates) > 1 else next(iter(chat.templates.values()))
-            )
-            rows = [as_read(chat, row, config.data.path) for row in rows]
-            measured = measured and [as_read(chat, row, config.data.path) for row in measured]
-            end = reply_end(chat.render)
-        return Prepared(
-            tokenizer=tokenizer,
-            rows=as_dataset(rows),
-            measured=None if measured is None else as_dataset(measured),
-            changes={"num_labels": 1} if recipe.task == "SEQ_CLS" else {},
-            reply_end=end,
-        )
+        return _for_trl(config, recipe, tokenizer, (rows, measured), announce)
+    _tell_idle(config, announce)
     return _encoded(config, objective, files, tokenizer, (rows, measured), announce)
+
+
+def _for_trl(
+    config: Config,
+    recipe: Recipe,
+    tokenizer: Any,
+    splits: tuple[list[Row], list[Row] | None],
+    announce: Callable[[str], None],
+) -> Prepared:
+    """Return the rows that a trainer of TRL makes tokens of; the tokenizer gets the template of their conversations.
+
+    Raises:
+        DataError: rows that train are conversations, and those that are measured are texts, or the other way.
+    """
+    rows, measured = splits
+    is_chat, *others = (
+        any(isinstance(value, list) for value in part[0].values()) for part in (rows, measured) if part
+    )
+    if is_chat not in (others or [is_chat]):
+        texts, chats = ("data.path", "eval.data")[:: -1 if is_chat else 1]
+        raise DataError(
+            f"{texts}: the records are texts where those of {chats} are conversations, and what is measured has to be "
+            "of the form that is trained; have both in one"
+        )
+    end = ""
+    if is_chat:
+        chat = ChatTemplate(tokenizer, config.data.template)
+        tokenizer.chat_template = (
+            chat.templates if len(chat.templates) > 1 else next(iter(chat.templates.values()))
+        )
+        rows = [as_read(chat, row, config.data.path) for row in rows]
+        measured = measured and [as_read(chat, row, config.data.path) for row in measured]
+        end = reply_end(chat.render)
+    else:
+        _tell_idle(config, announce)
+    return Prepared(
+        tokenizer=tokenizer,
+        rows=as_dataset(rows),
+        measured=None if measured is None else as_dataset(measured),
+        changes={"num_labels": 1} if recipe.task == "SEQ_CLS" else {},
+        reply_end=end,
+    )
+
+
+def _tell_idle(config: Config, announce: Callable[[str], None]) -> None:
+    for key, value in (("template", config.data.template), ("roles", config.data.roles)):
+        if value:
+            announce(f"note: data.{key} has no effect: no record is a conversation")
 
 
 def _encoded(

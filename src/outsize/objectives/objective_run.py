@@ -173,8 +173,7 @@ def _opened(
     if known_run is not None and is_wrapped(streamed(models.trained)):
         runner_of(streamed(models.trained)).record(run_dir, known_run)
     models.trained.config.pad_token_id = data.tokenizer.pad_token_id  # type: ignore[union-attr]
-    generation = getattr(streamed(models.trained), "generation_config", None)
-    if data.reply_end and generation is not None:
+    if (generation := getattr(streamed(models.trained), "generation_config", None)) is not None:
         stop_at(data.reply_end, data.tokenizer, generation, announce)
     _check_that_it_saves(models.trained, data.tokenizer)
     with _refused_as_configuration(objective):
@@ -210,11 +209,10 @@ def _trainer(
     from outsize.objectives.objective_trainer import NoReference, by_config
 
     more: dict[str, Any] = {} if data.collate is None else {"data_collator": data.collate}
-    model = models.trained
     if recipe.compares:
-        more["ref_model"] = models.frozen if models.adapters is None else NoReference(model)
+        more["ref_model"] = models.frozen if models.adapters is None else NoReference(models.trained)
     trainer = by_config(kind)(
-        model=model,
+        model=models.trained,
         args=arguments,
         train_dataset=data.rows,
         eval_dataset=data.measured,
@@ -261,9 +259,8 @@ def _arguments(
     settings |= {"max_steps": train.steps} if train.epochs is None else {"num_train_epochs": train.epochs}
     if recipe.by_trl:
         settings |= {"max_length": config.data.seq_len, "gradient_checkpointing": False}
-        settings |= (
-            {"beta": train.beta} if train.beta is not None and objective in OBJECTIVES_OF["beta"] else {}
-        )
+        if train.beta is not None and objective in OBJECTIVES_OF["beta"]:
+            settings["beta"] = train.beta
     else:
         settings |= {"remove_unused_columns": False}
         settings |= {"label_names": ["input_ids"]} if objective == "embed" else {}
@@ -278,11 +275,11 @@ def _rehearse(trainer: Any) -> None:
         return
     rows = trainer.train_dataset
     longest = rows[0] if isinstance(rows, PackedRows) else max(rows, key=width_of)
-    count = trainer.args.per_device_train_batch_size
+    count = min(trainer.args.per_device_train_batch_size, len(rows))
     trainer.create_optimizer()
     trainer.model.train()
     with torch.random.fork_rng(devices=[]), _refused_as_configuration(trainer.config.train.objective):
-        batch = trainer.data_collator([dict(longest) for _ in range(min(count, len(rows)))])
+        batch = trainer.data_collator([dict(longest) for _ in range(count)])
         trainer.compute_loss(trainer.model, on_device(trainer, batch))
     forget_metrics(trainer)
 
@@ -293,8 +290,7 @@ def _check_room(config: Config, models: Models, run_dir: Path, announce: Announc
     Raises:
         StorageError: they do not.
     """
-    model = streamed(models.trained)
-    if is_wrapped(model):
+    if is_wrapped(model := streamed(models.trained)):
         runner = runner_of(model)
         weights = weight_bytes(runner.split.spec, adapters=models.adapters is not None)
         state = state_bytes(runner.split.spec, runner.state, masters=False)
