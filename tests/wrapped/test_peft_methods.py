@@ -59,7 +59,7 @@ def resident_backward(model: nn.Module, count: int, *, virtual: bool) -> torch.T
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_gradients_and_steps_are_those_of_the_plain_model(method: str, count: int):
-    """A parameter that is used in several places has its gradient summed in another order, by units and microbatches."""
+    """A parameter that is used in several places has its gradient summed in another order, by unit or microbatch."""
     plain = tuned(METHODS[method])
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     reference = torch.optim.AdamW(trained, lr=1e-2, fused=True)
