@@ -28,7 +28,6 @@ METHODS: dict[str, Any] = {
     "oft": peft.OFTConfig(oft_block_size=4, **LINEAR),
     "p_tuning": peft.PromptEncoderConfig(encoder_hidden_size=8, **VIRTUAL),
     "prompt": peft.PromptTuningConfig(**VIRTUAL),
-    "vb_lora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, topk=2, **LINEAR),
     "vera": peft.VeraConfig(r=2, target_modules=["q_proj", "v_proj"]),
 }
 
@@ -59,11 +58,11 @@ def resident_backward(model: nn.Module, count: int, *, virtual: bool) -> torch.T
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_gradients_and_steps_are_those_of_the_plain_model(method: str, count: int):
-    """A parameter that is used in several places has its gradient summed in another order, by unit or microbatch."""
+    """A parameter that is used in several places has its gradient summed in another order, from two microbatches on."""
     plain = tuned(METHODS[method])
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     reference = torch.optim.AdamW(trained, lr=1e-2, fused=True)
-    tolerance = 1e-6 if (method, count) == ("adalora", 2) or method == "vb_lora" else 0.0
+    tolerance = 1e-6 if (method, count) == ("adalora", 2) else 0.0
     with wrapped(tuned(METHODS[method]), microbatches=count) as model:
         optimizer = outsize.AdamW(model, lr=1e-2)
         for _ in range(2):

@@ -6,7 +6,6 @@ and disk as their states are large, and a third of the device to the frozen one,
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -293,21 +292,6 @@ def messages_row(
         _without_marks(messages, where)
     tools = read_tools(record, where)
     return {**row, **({} if tools is None else {"tools": json.dumps(tools)})}, read
-
-
-def finite(value: Any, name: str, where: str) -> float:
-    """Return a finite number.
-
-    Raises:
-        DataError: it is none.
-    """
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"{where}: field {name!r} is a number, not {value!r}")
-    return number
 
 
 def _split_off(given: dict[str, list[Message]], where: str) -> tuple[list[Message], dict[str, list[Message]]]:

@@ -1,5 +1,6 @@
 """Records with fields of their own: pairs of answers, marked answers, texts of a class, texts that belong together."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -20,7 +21,6 @@ from outsize.errors import ConfigError, DataError
 from outsize.objectives.objective_models import (
     Row,
     asks_as_chat,
-    finite,
     has_messages,
     messages_row,
     texts_row,
@@ -55,7 +55,7 @@ def read_rows(
     for name, nothing in (("tools", None), ("chat_template_kwargs", {})):
         if any(name in row for row in rows):
             rows = [{**row, name: row.get(name, nothing)} for row in rows]
-    kinds = {tuple(sorted((name, _kind(value)) for name, value in row.items())) for row in rows}
+    kinds = {tuple(sorted((name, isinstance(value, list)) for name, value in row.items())) for row in rows}
     if len(kinds) > 1 and recipe.by_trl:
         raise DataError(
             f"{config.data.path}: some records have texts where others have messages, or other fields; all records of "
@@ -112,11 +112,6 @@ def as_dataset(rows: list[Row]) -> Any:
     plain = [{name: value for name, value in row.items() if name not in features} for row in rows]
     features |= library.Dataset.from_list(plain).features
     return library.Dataset.from_list(rows, features=library.Features(features))
-
-
-def _kind(value: Any) -> str:
-    """Return what has to be alike in all values of a field."""
-    return str(type(value) is list)
 
 
 def _of_source(
@@ -212,10 +207,15 @@ def _value(value: Any, name: str, objective: str, where: str) -> Any:
     if name == "chat_template_kwargs":
         return read_template_arguments({name: value}, where)
     if name == "margin":
-        return finite(value, name, where)
+        with contextlib.suppress(TypeError, ValueError):
+            if math.isfinite(number := float(value)):
+                return number
+        raise DataError(f"{where}: field {name!r} is a number, not {value!r}")
     if name == "label":
         if objective == "kto":
-            return _truth(value, where)
+            if (truth := TRUTHS.get(str(value).lower())) is not None:
+                return truth
+            raise DataError(f"{where}: field 'label' of train.objective=kto is true or false, not {value!r}")
         if isinstance(value, str) or (isinstance(value, (int, float)) and math.isfinite(value)):
             return value
         shown = value if isinstance(value, float) else type(value).__name__
@@ -243,13 +243,6 @@ def _type_labels(rows: list[Row]) -> None:
     if all(map(math.isfinite, numbers)):
         for row, number in zip(rows, numbers, strict=True):
             row["label"] = number
-
-
-def _truth(value: Any, where: str) -> bool:
-    truth = TRUTHS.get(str(value).lower())
-    if truth is None:
-        raise DataError(f"{where}: field 'label' of train.objective=kto is true or false, not {value!r}")
-    return truth
 
 
 class Classes:

@@ -101,8 +101,10 @@ class ByConfig(TrainerSteps):
     def clipped(self, most: float) -> Tensor:
         """See `TrainerSteps.clipped`."""
         model = streamed(self.model)
-        clip: Any = clip_grad_norm_ if is_wrapped(model) else _plain_clip
-        norm: Tensor = clip(model, most)
+        if is_wrapped(model):
+            norm = clip_grad_norm_(model, most)
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), most)
         self._require_finite("gradient norm", norm)
         return norm
 
@@ -163,10 +165,6 @@ class NoReference(nn.Module):
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse to compute."""
         raise AssertionError("a reference model that is not there was called")
-
-
-def _plain_clip(model: nn.Module, most: float) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
 def by_config(kind: type) -> type[Any]:
