@@ -5,6 +5,8 @@ faults, offences) is asked of this module, not of torch's.
 """
 
 import sys
+import threading
+import traceback
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -89,6 +91,37 @@ def strike(device: int, what: str, after: int) -> None:
     native().strike(device, what, after)
 
 
+def set_pinning(limit_bytes: int = 0, bytes_per_s: float = 0.0) -> None:
+    """Have the driver pin so many bytes in all and at that rate; zeros are all that is asked for, at once."""
+    native().set_pinning(limit_bytes, bytes_per_s)
+
+
+def set_launch_us(microseconds: int) -> None:
+    """Have each kernel and copy take so long of the thread that asks for it."""
+    native().set_launch_us(microseconds)
+
+
+@contextmanager
+def waits_of_host() -> Iterator[list[tuple[str, str, str]]]:
+    """Collect where our code waits meanwhile as CUDA does with a core kept busy: thread, for what, file and function.
+
+    Not what a model's own code asks, nor events: `accelerators.new_event` makes those that are waited for asleep.
+    """
+    seen: list[tuple[str, str, str]] = []
+
+    def note(what: str) -> None:
+        code = [each for each in traceback.extract_stack()[:-1] if "/torch/" not in each.filename]
+        if "/src/outsize/" in code[-1].filename:
+            where = f"{code[-1].filename.rpartition('/outsize/')[2]}: {code[-1].name}"
+            seen.append((threading.current_thread().name, what, where))
+
+    native().watch(note)
+    try:
+        yield seen
+    finally:
+        native().watch(None)
+
+
 @contextmanager
 def held_up(stream: torch.Stream) -> Iterator[None]:
     """A stream begins nothing that is queued on it meanwhile."""
@@ -102,6 +135,8 @@ def held_up(stream: torch.Stream) -> Iterator[None]:
 def heal() -> bool:
     """Wait for all devices, make them whole again, and return whether one was broken."""
     was_broken = []
+    set_pinning()
+    set_launch_us(0)
     for index in range(native().device_count()):
         native().set_limit(index, 0)
         was_broken.append(native().heal(index))

@@ -50,10 +50,14 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return queue(s).empty();
   }
   void synchronizeStream(const Stream& s) const override {
+    note_wait(queue(s), "a stream");
     queue(s).synchronize();
     health(s.device_index()).check();
   }
-  void synchronizeDevice(const DeviceIndex device) const override { synchronize(device < 0 ? current_device : device); }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    if (watcher) tell_watcher("a device");
+    synchronize(device < 0 ? current_device : device);
+  }
 
   void record(void** event, const Stream& s, const DeviceIndex device, const c10::EventFlag) const override {
     TORCH_CHECK(device == -1 || device == s.device_index(), "late: an event of device ", int(device),
@@ -193,7 +197,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int device) { Guard().setDevice(Device(kType, DeviceIndex(device))); });
   m.def("synchronize", [](int device) { synchronize(DeviceIndex(device)); });
   m.def("generator", [](int device) { return generator(DeviceIndex(device)); });
-  m.def("register", [](uintptr_t address, size_t size) { return pinned_memory.register_range(address, size); });
+  m.def("register", [](uintptr_t address, size_t size) {
+    WithoutGil nogil;
+    return pinned_memory.register_range(address, size);
+  });
   m.def("unregister", [](uintptr_t address) { return pinned_memory.unregister_range(address); });
   auto note_host = [](pybind11::buffer memory, bool writes) {
     auto bytes = memory.request();
@@ -205,6 +212,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int device) { device_memory.resetPeakStats(DeviceIndex(device)); });
   m.def("set_limit", [](int device, size_t num_bytes) { set_limit(DeviceIndex(device), num_bytes); });
   m.def("set_lateness", [](long copy_us, long kernel_us, long odds, long seed) { lateness.set(copy_us, kernel_us, odds, seed); });
+  m.def("set_launch_us", [](long us) { launch_us = us; });
+  m.def("set_pinning", [](size_t limit, double bytes_per_s) { pinned_memory.set_pinning(limit, bytes_per_s); });
+  m.def("pinned_bytes", [] { return pinned_memory.registered(); });
+  m.def("pinned_by_torch", [] { return pinned_memory.held(); });
+  m.def("watch", [](pybind11::object asked) { watcher = asked.is_none() ? nullptr : asked.release().ptr(); });
   m.def("strike", [](int device, std::string what, long after) { countdown(DeviceIndex(device), what).left = after; });
   m.def("hold_up", [](int device, int64_t stream) { hold_up(DeviceIndex(device), stream); });
   m.def("let_go", let_go);

@@ -216,13 +216,17 @@ struct Range {
 // Registered ranges and those of torch's allocator of pinned memory.
 class PinnedMemory final : public at::Allocator {
  public:
-  // 0, or the code of an error as a driver's: 712 where part of the range is registered already, 713 where none is.
+  // 0, or the code of an error as a driver's: 2 where it pins no more, 712 where part of the range is registered already,
+  // 713 where none is.
   int register_range(uintptr_t address, size_t size) {
+    if (rate_ > 0) std::this_thread::sleep_for(std::chrono::duration<double>(size / rate_));
     std::lock_guard<std::mutex> guard(lock_);
+    if (pinned_ + size > limit_) return 2;
     auto* start = (char*)address;
     auto after = ranges_.lower_bound(start + size);
     if (after != ranges_.begin() && std::prev(after)->first + std::prev(after)->second.size > start) return 712;
     ranges_[start] = {size, {}, {}};
+    pinned_ += size;
     return 0;
   }
   int unregister_range(uintptr_t address) {
@@ -230,8 +234,18 @@ class PinnedMemory final : public at::Allocator {
     auto found = ranges_.find((char*)address);
     if (found == ranges_.end()) return 713;
     if (found->second.in_flight()) accuse("memory was unpinned while a copy was in flight");
+    pinned_ -= found->second.size;
     ranges_.erase(found);
     return 0;
+  }
+  // What the driver pins at most, 0 for all, and bytes of it a second, 0 for at once.
+  void set_pinning(size_t limit, double bytes_per_s) {
+    std::lock_guard<std::mutex> guard(lock_);
+    limit_ = limit ? limit : SIZE_MAX, rate_ = bytes_per_s;
+  }
+  size_t registered() {
+    std::lock_guard<std::mutex> guard(lock_);
+    return pinned_;
   }
   bool holds(const void* p) {
     std::lock_guard<std::mutex> guard(lock_);
@@ -276,9 +290,10 @@ class PinnedMemory final : public at::Allocator {
     auto& left = free_[size];
     char* address = nullptr;
     if (left.empty()) {
+      if (pinned_ + size > limit_) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 2, "late: out of memory to pin");
       address = (char*)aligned_alloc(4096, size);
       TORCH_CHECK(address, "late: no host memory");
-      held_ += size;
+      held_ += size, pinned_ += size;
     } else {
       address = left.back();
       left.pop_back();
@@ -302,6 +317,8 @@ class PinnedMemory final : public at::Allocator {
   std::map<size_t, std::vector<char*>> free_;
   std::vector<std::pair<char*, Range>> waiting_;  // freed, and perhaps still copied from
   size_t held_ = 0;
+  size_t pinned_ = 0, limit_ = SIZE_MAX;  // by the driver, for whomever
+  std::atomic<double> rate_{0};
 };
 inline PinnedMemory pinned_memory;
 

@@ -125,6 +125,23 @@ inline void resize_to(const Tensor& tensor, at::IntArrayRef sizes, at::IntArrayR
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
 }
 
+// --- products ---------------------------------------------------------------------------------------------------------
+
+// cuBLAS takes other kernels, which round otherwise, where a matrix does not begin at a multiple of 256 bytes.
+inline bool rounds_otherwise(const std::string& name, const std::vector<IValue>& args) {
+  static const auto* products = new std::set<std::string>{"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"};
+  if (!products->count(name.substr(0, name.find('.')))) return false;
+  return std::any_of(args.begin(), args.end(), [](auto& arg) {
+    return arg.isTensor() && arg.toTensor().numel() && uintptr_t(arg.toTensor().const_data_ptr()) % 256;
+  });
+}
+// Change the last bit of each number.
+inline void round_otherwise(const Tensor& made) {
+  if (!made.is_floating_point()) return;
+  auto words = made.itemsize() == 2 ? at::kShort : made.itemsize() == 4 ? at::kInt : at::kLong;
+  made.view(words).bitwise_xor_(1);
+}
+
 // --- any operator -----------------------------------------------------------------------------------------------------
 
 // What torch's Meta kernel answers: the results as tensors without memory, and those that are written into, by argument.
@@ -343,6 +360,9 @@ class Call {
     } catch (const std::exception& error) {
       throw std::runtime_error(name + ": " + error.what());
     }
+    if (rounds_otherwise(name, args))
+      for (auto& made : stack)
+        if (made.isTensor()) round_otherwise(made.toTensor());
     for (size_t r = 0; r < places.size(); r++) {
       if (places[r].isTensor() && places[r].toTensor().defined()) {
         auto made = stack[r].toTensor();
@@ -358,6 +378,7 @@ class Call {
   void run_now() {
     num_waited++;
     auto& queue = current(device_.index());
+    note_wait(queue, name_.c_str());
     queue.synchronize();
     health(device_.index()).check();
     auto args = for_cpu(has_out_);
@@ -459,6 +480,8 @@ inline Tensor copy_from(const Tensor& asked, const Tensor& target, bool non_bloc
   bool direct = source.scalar_type() == target.scalar_type() && source.is_non_overlapping_and_dense() &&
                 target.strides() == source.strides() && !source.is_conj() && !source.is_neg() && pinned_memory.holds(host.const_data_ptr());
   bool waits = !non_blocking;
+  // What is not pinned is staged, up to 64 KiB of it at once, and down not before it is there.
+  if (waits || (!direct && (!up || host.nbytes() > 65536))) note_wait(queue, direct ? "a copy" : "a copy of memory that is not pinned");
   touch(queue, there, up, up ? "a copy up" : "a copy down");
   if (direct) pinned_memory.note_access(queue.order, static_cast<const char*>(host.const_data_ptr()), host.nbytes(), !up);
   if (up) {  // memory that is not pinned is staged before the call returns
@@ -482,6 +505,7 @@ inline Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
 }
 inline at::Scalar local_scalar(const Tensor& tensor) {
   auto device = tensor.device().index();
+  note_wait(current(device), "a number for the host");
   touch(current(device), tensor, false, "a number for the host");
   current(device).synchronize();
   health(device).check();

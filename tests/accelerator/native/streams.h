@@ -57,6 +57,24 @@ struct Lateness {
 };
 inline Lateness lateness;
 
+// --- what the host pays -----------------------------------------------------------------------------------------------
+
+// Microseconds that a kernel or a copy takes of the thread that asks for it.
+inline std::atomic<long> launch_us{0};
+inline void launch() {
+  if (launch_us) std::this_thread::sleep_for(std::chrono::microseconds(launch_us.load()));
+}
+// Told whenever the host waits for a device as CUDA does with a core kept busy; null mostly.
+inline std::atomic<PyObject*> watcher{nullptr};
+inline void tell_watcher(const char* what) {
+  auto state = PyGILState_Ensure();
+  PyObject* asked = watcher;
+  PyObject* answer = asked ? PyObject_CallFunction(asked, "s", what) : nullptr;
+  if (asked && !answer) PyErr_WriteUnraisable(asked);
+  Py_XDECREF(answer);
+  PyGILState_Release(state);
+}
+
 // --- health -----------------------------------------------------------------------------------------------------------
 
 // A number of events until something happens; below zero, never.
@@ -110,6 +128,7 @@ class Queue {
   Ordered order;
 
   void push(Kind kind, std::function<void()> work) {
+    if (kind != Kind::order) launch();
     std::lock_guard<std::mutex> guard(lock_);
     if (!started_) {
       started_ = true;
@@ -265,6 +284,15 @@ inline std::vector<Queue*>& queues(DeviceIndex device) {
     return made;
   }();
   return (*all)[device];
+}
+// The host waits for a stream. It is no wait where it has learned that all queued there is done.
+inline void note_wait(Queue& queue, const char* what) {
+  if (!watcher) return;
+  {
+    std::lock_guard<std::mutex> guard(order_lock);
+    if (at(host_clock, queue.order.index) >= at(queue.order.clock, queue.order.index)) return;
+  }
+  tell_watcher(what);
 }
 inline DeviceIndex index_of(Device device) { return device.index() < 0 ? current_device : device.index(); }
 inline Queue& current(DeviceIndex device) { return *queues(device)[current_stream[device]]; }
