@@ -262,7 +262,7 @@ def test_a_gradient_for_a_disk_two_tiers_below_waits_in_a_host_buffer(arena, tmp
         run(ops, context, "ACC 1@w0.1")
         add(sums, 1, 0, gradients[1][0])
         run(ops, context, "GRAD 1@w0>h0")
-        assert home.statistics().bytes_written == 0
+        assert home.file.statistics().bytes_written == 0
         ops.write(parse_op("WRITE 1<h0"), context)
         into = arena.take(SPEC.units[1].gradient_bytes, "into").view(torch.float32)
         home.read(1, "gradient", 0, into)
@@ -274,4 +274,4 @@ def test_on_a_disk_right_below_it_goes_straight_there(arena, tmp_path):
     with IOPool(1) as pool, DiskHome(SPEC, planes_for("fp32"), tmp_path / "home", pool) as home:
         ops = make(home, arena, sums)
         backward(ops, sums, step(), gradients)
-        assert home.statistics().bytes_written == ops.bytes_down
+        assert home.file.statistics().bytes_written == ops.bytes_down

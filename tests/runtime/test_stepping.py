@@ -103,9 +103,9 @@ def test_a_skipped_step_moves_and_counts_nothing(tmp_path):
     ):
         fill(home, model, arena)
         before = read(home, model, arena)
-        moved = home.statistics()
+        moved = home.file.statistics()
         ops = tiled_steps(home, model, arena, 2, [context(skipped=True)])
-        assert (home.statistics().bytes_read, home.statistics().bytes_written) == (
+        assert (home.file.statistics().bytes_read, home.file.statistics().bytes_written) == (
             moved.bytes_read,
             moved.bytes_written,
         )

@@ -97,7 +97,9 @@ def test_close_gives_pages_and_reservation_back_and_live_tensors_stay_valid():
 def test_address_space_goes_with_the_last_tensor():
     arena = Arena()
     tensor = arena.take(4096, "x")
-    mapping = weakref.ref(arena._mappings[0])
+    ((mapped, _),) = arena._mappings.values()
+    mapping = weakref.ref(mapped)
+    del mapped
     arena.close()
     assert mapping() is not None
     del tensor
@@ -145,6 +147,31 @@ def test_a_refused_pin_is_logged_counted_and_harmless(caplog):
     assert (statistics.pinned_bytes, statistics.num_pageable_fallbacks) == (4096, 1)
     assert [record.getMessage() for record in caplog.records] == [
         "scratch (4.00 KiB) stays pageable, copies to the GPU will be slower: locked memory limit"
+    ]
+
+
+def test_what_is_given_back_is_unpinned_and_stays_for_whoever_has_it():
+    pinner, ledger = FakePinner(limit=2**20), Ledger({"host": 2**20})
+    with Arena(ledger=ledger, pinner=pinner) as arena:
+        first, second = arena.take(5000, "x").fill_(1), arena.take(4096, "y")
+        arena.give_back(first)
+        assert pinner.pinned == {second.data_ptr(): 4096}
+        assert (ledger.used("host"), arena.statistics().num_bytes) == (4096, 4096)
+        assert first.all()
+    assert pinner.pinned == {}
+    assert first.all()
+
+
+def test_what_was_taken_without_is_pinned_in_order_and_the_rest_is_said_in_one_line(caplog):
+    pinner = FakePinner(limit=8192)
+    with Arena(pinner=pinner) as arena, caplog.at_level(logging.WARNING):
+        pieces = [arena.take(4096, "weights", pins=False) for _ in range(20)]
+        assert pinner.pinned == {}
+        arena.pin(pieces[::-1], "weights")
+        assert list(pinner.pinned) == [piece.data_ptr() for piece in pieces[:-3:-1]]
+        assert arena.statistics().pageable_bytes == 18 * 4096
+    assert [record.getMessage() for record in caplog.records] == [
+        "72.00 KiB of 80.00 KiB of weights stay pageable, copies to the GPU will be slower: locked memory limit"
     ]
 
 

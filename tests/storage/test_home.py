@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,3 +96,20 @@ def test_parameters_can_be_sources_and_targets(tmp_path, pool, arena):
             home.read(0, "weights", 0, leaf)
             assert leaf.requires_grad
             assert leaf.is_leaf
+
+
+def test_weights_are_pinned_before_gradients_and_masters_and_moments_never():
+    pinned: list[int] = []
+    pinner = SimpleNamespace(
+        pin=lambda address, num_bytes: pinned.append(address), unpin=lambda address: None
+    )
+    model, planes = small_model("bf16"), planes_for("bf16")
+    with Arena(pinner=pinner) as arena, HostHome(model, planes, arena) as home:
+        assert pinned == []
+        home.pin()
+        units = range(len(model.units))
+        crossing = [(unit, plane) for plane in ("weights", "gradient") for unit in units]
+        lent = [home.lend(*key) for key in crossing]
+        assert pinned == [plane.data_ptr() for plane in lent if plane is not None]
+        home.pin()
+        assert len(pinned) == len(set(pinned))

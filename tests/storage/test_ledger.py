@@ -16,7 +16,7 @@ def test_the_sum_of_reservations_never_exceeds_the_budget():
     assert ledger.used("host") == 60
     ledger.reserve("host", "moments", 40)
     first.release()
-    assert (ledger.used("host"), ledger.high_water("host")) == (40, 100)
+    assert (ledger.used("host"), ledger.statistics()["host"].high_water_bytes) == (40, 100)
 
 
 def test_release_is_idempotent_and_the_block_releases():
@@ -76,7 +76,7 @@ def test_books_agree_with_a_plain_list(moves):
             held.pop(number % len(held)).release()
         most = max(most, sum(r.num_bytes for r in held))
         assert ledger.used("host") == sum(r.num_bytes for r in held)
-        assert ledger.high_water("host") == most
+        assert ledger.statistics()["host"].high_water_bytes == most
 
 
 def test_threads_share_one_budget():

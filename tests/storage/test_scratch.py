@@ -48,7 +48,7 @@ def test_the_disk_refuses_gaps(make_disk):
     scratch = make_disk(1, 4000)
     with pytest.raises(ValueError, match="contiguous CPU tensor"):
         scratch.put(0, torch.arange(1000.0).view(20, 50).t())
-    assert scratch.statistics().num_held == 0
+    assert scratch.num_held == 0
     scratch.close()
 
 

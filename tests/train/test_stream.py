@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from outsize.runtime.ops.context import Microbatch
 from outsize.session.job.prepare import prepare
 from outsize.session.steps import microbatches_of, schedule_of
 from outsize.session.stream import StreamedTrainer
+from outsize.storage.home import DiskHome
 from outsize.streamed.spec import RunSpec
 from support import make_batches, make_config, read_weights, save_model
 
@@ -101,7 +103,7 @@ def test_filling_writes_each_weight_once(model_dir: Path, tmp_path: Path):
     with StreamedTrainer(prepared, tmp_path) as trainer:
         trainer.fill(lambda done, total: progress.append((done, total)))
         total = sum(unit.numel for unit in trainer.spec.units)
-        moved = trainer.home.statistics()
+        moved = cast(DiskHome, trainer.home).file.statistics()
         assert (moved.bytes_read, moved.bytes_written) == (0, total * (2 + 4))  # weights and masters
         assert progress[-1] == (total, total)
         masters = read_weights(trainer, "master")

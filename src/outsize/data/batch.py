@@ -175,12 +175,14 @@ class Batch:
     def pinned(self) -> "Batch":
         """Return the same batch in pinned memory, from where a copy to the accelerator goes on by itself.
 
-        torch keeps pinned memory for the next batch, and waits with that for copies that are under way.
+        torch keeps pinned memory for the next batch, and waits with that for copies that are under way. Where the
+        driver pins no more, the batch stays as it is.
         """
-        return replace(
-            Batch.made_of({name: tensor.pin_memory() for name, tensor in self.inputs.items()}),
-            whole=self.whole,
-        )
+        try:
+            inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
+        except RuntimeError:  # WSL2 pins 1 GiB or less in all
+            return self
+        return replace(Batch.made_of(inputs), whole=self.whole)
 
     def share(self, rank: int, size: int) -> "Batch":
         """Return the sequences of one of ``size`` ranks: in order, as even as possible, the larger shares first.

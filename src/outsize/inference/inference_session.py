@@ -318,7 +318,7 @@ class InferenceSession:
                     return plan(room_bytes - cached)
             if cache is None or self._device.in_place or not may_host:
                 return plan(room_bytes - held)
-            self._hosted[cache] = HostedCache(self._device, self._split.modules)
+            self._hosted[cache] = HostedCache(self._device, self._split.modules, self._source.new_arena())
         return plan(room_bytes - _above(cache, held + held // CACHE_AHEAD))
 
     def _check_growth(self, cache: Any) -> None:

@@ -1,6 +1,7 @@
 """Measure the device memory that a forward takes beside weights, and place keys and values of a generation."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from outsize.compat import torch_private
 from outsize.runtime.device.device import Device
 from outsize.runtime.trial.live_bytes import LiveBytes
+from outsize.storage.ledger import Arena
 
 # What kernels take inside themselves, as a share of the tensors they make (train.prepare uses the same).
 KERNEL_SHARE = {"fp32": 0.125, "bf16": 0.375, "fp16": 0.375}
@@ -196,12 +198,17 @@ class HostedCache:
 
     The host copy is written in place, with room to grow, so that of a layer that appends only the new tokens go down.
 
+    Args:
+        device: computes.
+        modules: the units.
+        arena: its own, where host copies come from; goes with the cache, whose memory is its caller's to keep.
+
     Attributes:
         bytes_moved: both ways, so far.
     """
 
-    def __init__(self, device: Device, modules: Sequence[nn.Module]) -> None:
-        self._device = device
+    def __init__(self, device: Device, modules: Sequence[nn.Module], arena: Arena) -> None:
+        self._device, self._arena = device, arena
         self._layers_of = [_numbers(unit) for unit in modules]
         self._room: dict[tuple[int, str], Tensor] = {}
         self._shown: dict[tuple[int, str], Tensor] = {}
@@ -244,7 +251,8 @@ class HostedCache:
             start = shown.shape[-2]
         elif tensor.dim() >= 2:
             shape = (*tensor.shape[:-2], tensor.shape[-2] + GROWTH, tensor.shape[-1])
-            self._room[key] = torch.empty(shape, dtype=tensor.dtype, pin_memory=self._device.asynchronous)
+            memory = self._arena.take(math.prod(shape) * tensor.itemsize, "keys and values")
+            self._room[key] = memory.view(tensor.dtype).view(shape)
         else:
             return tensor.cpu()
         below = self._room[key][..., : tensor.shape[-2], :]
@@ -253,6 +261,8 @@ class HostedCache:
             place.copy_(news)
         self.bytes_moved += news.nbytes
         self._shown[key] = below
+        if room is not None and room is not self._room[key]:
+            self._arena.give_back(room)  # behind the copy, and so behind those up from there
         return below
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import is_accelerator, module_of
+from outsize.accelerators import catch_up, is_accelerator, module_of
 from outsize.inference.source import Source
 from outsize.planner.search.forward_plan import Scan
 from outsize.runtime.device.device import Device
@@ -74,7 +74,7 @@ class Caller:
     def finish(self) -> None:
         """Return when all that the caller has enqueued is done."""
         for device in self._devices:
-            module_of(device).current_stream(device).synchronize()
+            catch_up(device)
 
     def _stream(self) -> Any:
         return module_of(self._device).current_stream(self._device)

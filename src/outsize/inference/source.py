@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -37,6 +38,7 @@ class Source:
         pinner: what pins it.
 
     Attributes:
+        new_arena: makes an arena of host memory like its own.
         partly: units of which only some tensors come up, as they lie on the device then.
     """
 
@@ -51,7 +53,8 @@ class Source:
         self._spec = spec
         self._device = device
         self._home = home
-        self._arena = Arena(ledger=ledger, tier="host", pinner=pinner)
+        self.new_arena = partial(Arena, ledger=ledger, tier="host", pinner=pinner)
+        self._arena = self.new_arena()
         self._buffers: list[Tensor] = []
         if not home.in_memory and not device.in_place:
             most = max(unit.link_bytes(spec.dtype) for unit in spec.units)

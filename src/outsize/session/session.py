@@ -19,6 +19,7 @@ from typing import Self
 
 import torch
 
+from outsize.accelerators import catch_up
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
 from outsize.model.sizes.model_spec import ModelSpec
@@ -206,6 +207,7 @@ class Session:
             resources = Resources(device=device, home=self.home, host=buffers, scratch=scratch, rooms=rooms)
             engine = Engine(split, self.boundaries, plan, resources, settings, shared)
             stack.callback(engine.close)
+            self.home.pin()  # behind the buffers, which are smaller and busier: a driver may pin little
             self._engine, self._buffers = engine, buffers
             self._engine_stack = stack.pop_all()
         return engine
@@ -222,7 +224,7 @@ class Session:
 
     def extend(self, spec: ModelSpec) -> None:
         """Make room for the state of units that train by now."""
-        self.home.extend(spec, self._store.state.planes, self.host)
+        self.home.extend(spec, self._store.state.planes)
 
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
@@ -275,7 +277,7 @@ class Session:
         if self._home_device is None:
             self._home_device = self._at_home.enter_context(contextlib.closing(self.open_device()))
         memory = self._home_device.allocate(num_bytes, what).zero_()
-        self._home_device.catch_up()
+        catch_up(memory.device)
         return memory
 
     def _forget_engine(self) -> None:

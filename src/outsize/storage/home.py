@@ -11,11 +11,10 @@ a file. Both promise:
 """
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,8 +24,8 @@ from torch import Tensor
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.transport import room_bytes
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
-from outsize.optim.optimizer_spec import WEIGHTS
-from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Tally, Transfers
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
+from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Tally
 from outsize.storage.encoded_planes import PackedPlane
 from outsize.storage.home_layout import HomeLayout, Planes
 from outsize.storage.ledger import Arena, Ledger
@@ -97,7 +96,7 @@ class Home(ABC):
         """Bytes of what lies in the memory of the device that computes, by unit."""
         return {}
 
-    def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
+    def extend(self, model: ModelSpec, planes: Planes) -> None:
         """Add the planes that ``model`` needs where it trains other units; existing planes stay.
 
         Raises:
@@ -132,6 +131,9 @@ class Home(ABC):
         """Return the number of times that each fallback was taken."""
         return {}
 
+    def pin(self) -> None:  # noqa: B027 - nothing to pin on a disk
+        """Pin what crosses to devices and is not pinned yet: weights, then gradients, as far as the driver does."""
+
     def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
         """Read several ranges of one plane, each ``(start, into)``, together; errors as in `read`."""
         for start, into in ranges:
@@ -144,10 +146,6 @@ class Home(ABC):
     @abstractmethod
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """Write the same range of several planes together: plane name to tensor; errors as in `read`."""
-
-    @abstractmethod
-    def statistics(self) -> Transfers:
-        """Return what was moved so far; work done in place on views of a `HostHome` is not seen."""
 
     @abstractmethod
     def close(self) -> None:
@@ -200,20 +198,40 @@ class HostHome(Home):
         self._on_device: Counter[int] = Counter()
         self._planes: dict[tuple[int, str], Tensor] = {}
         self._packed: dict[tuple[int, str], PackedPlane] = {}
+        self._never_cross = planes.keys() - {WEIGHTS, GRADIENT}
+        self._arena, self._crossing = arena, list[tuple[bool, Tensor]]()
         for (unit, plane), extent in self._layout.extents.items():
             if packed is not None and is_packed(model.units[unit], plane):
                 size = room_bytes(packed.spec, extent.numel, DTYPE_NAME[extent.dtype])
-                memory = arena.take(size, "home: packed weights")
+                memory = self._take(size, "home: packed weights", plane)
                 self._packed[unit, plane] = PackedPlane(extent.numel, extent.dtype, packed, memory)
                 continue
             rests = unit in resident and plane in planes  # frozen parts do not: they come up once
-            take = take_on_device if rests and take_on_device is not None else arena.take
-            self._planes[unit, plane] = take(extent.num_bytes, f"home: {plane}").view(extent.dtype)
+            what = f"home: {plane}"
+            if rests and take_on_device is not None:
+                memory = take_on_device(extent.num_bytes, what)
+            else:
+                memory = self._take(extent.num_bytes, what, plane)
+            self._planes[unit, plane] = memory.view(extent.dtype)
             if rests:
                 self._on_device[unit] += extent.num_bytes
-        self._statistics = Transfers()
         self._versions: Counter[tuple[int, str]] = Counter()
         self._lock = threading.Lock()
+
+    def _take(self, num_bytes: int, what: str, plane: str) -> Tensor:
+        """Return host memory for a plane; masters and moments, the most of it, never leave it and need no pinning."""
+        memory = self._arena.take(num_bytes, what, pins=False)
+        if plane not in self._never_cross:
+            self._crossing.append((plane == GRADIENT, memory))
+        return memory
+
+    def pin(self) -> None:
+        """See `Home.pin`."""
+        self._crossing.sort(key=itemgetter(0))
+        self._arena.pin(
+            [memory for _, memory in self._crossing if memory.numel()], "weights and gradients at home"
+        )
+        self._crossing.clear()
 
     def lend(self, unit: int, plane: str, elements: range | None = None) -> Tensor | None:
         """See `Home.lend`; what is packed has to be read, or its pieces taken."""
@@ -237,60 +255,36 @@ class HostHome(Home):
         """See `Home.on_device`."""
         return self._on_device
 
-    def extend(self, model: ModelSpec, planes: Planes, arena: Arena) -> None:
+    def extend(self, model: ModelSpec, planes: Planes) -> None:
         """See `Home.extend`."""
         wanted = HomeLayout(model, planes)
         for key, extent in wanted.extents.items():
             if key not in self._planes and key not in self._packed:
-                self._planes[key] = arena.take(extent.num_bytes, f"home: {key[1]}").view(extent.dtype)
+                memory = self._take(extent.num_bytes, f"home: {key[1]}", key[1])
+                self._planes[key] = memory.view(extent.dtype)
                 self._layout.extents[key] = extent
 
     def read_planes(self, unit: int, start: int, into: Mapping[str, Tensor]) -> None:
         """See `Home.read_planes`; tensors may lie on any device."""
         for plane, tensor in into.items():
-            self._read(unit, plane, start, tensor)
+            self._move(unit, plane, start, tensor.detach(), written=False)
 
     def write_planes(self, unit: int, start: int, sources: Mapping[str, Tensor]) -> None:
         """See `Home.write_planes`; tensors may lie on any device."""
         for plane, tensor in sources.items():
-            self._write(unit, plane, start, tensor)
+            self._move(unit, plane, start, tensor.detach(), written=True)
 
-    def _read(self, unit: int, plane: str, start: int, into: Tensor) -> None:
-        start -= self._layout.locate(unit, plane, start, into).first
-        started = time.perf_counter()
+    def _move(self, unit: int, plane: str, start: int, tensor: Tensor, *, written: bool) -> None:
+        start -= self._layout.locate(unit, plane, start, tensor).first
         packed = self._packed.get((unit, plane))
         if packed is not None:
-            packed.read(start, into.detach())
+            (packed.write if written else packed.read)(start, tensor)
         else:
             first = start // self._layout.extent(unit, plane).group
-            into.detach().copy_(self._planes[unit, plane][first : first + into.numel()])
-        elapsed = time.perf_counter() - started
+            place = self._planes[unit, plane][first : first + tensor.numel()]
+            place.copy_(tensor) if written else tensor.copy_(place)
         with self._lock:
-            before = self._statistics
-            self._statistics = replace(
-                before, bytes_read=before.bytes_read + into.nbytes, read_s=before.read_s + elapsed
-            )
-
-    def _write(self, unit: int, plane: str, start: int, source: Tensor) -> None:
-        start -= self._layout.locate(unit, plane, start, source).first
-        started = time.perf_counter()
-        packed = self._packed.get((unit, plane))
-        if packed is not None:
-            packed.write(start, source.detach())
-        else:
-            first = start // self._layout.extent(unit, plane).group
-            self._planes[unit, plane][first : first + source.numel()].copy_(source.detach())
-        elapsed = time.perf_counter() - started
-        with self._lock:
-            self._versions[unit, plane] += 1
-            before = self._statistics
-            self._statistics = replace(
-                before, bytes_written=before.bytes_written + source.nbytes, write_s=before.write_s + elapsed
-            )
-
-    def statistics(self) -> Transfers:
-        """See `Home.statistics`."""
-        return self._statistics
+            self._versions[unit, plane] += written
 
     def close(self) -> None:
         """Let go of the planes; the arena gives the memory back."""
@@ -361,10 +355,6 @@ class DiskHome(Home):
     def fallbacks(self) -> dict[str, int]:
         """See `Home.fallbacks`."""
         return {"buffered": int(self.file.is_refused)}
-
-    def statistics(self) -> Transfers:
-        """See `Home.statistics`."""
-        return self.file.statistics()
 
     def close(self) -> None:
         """Close the file, after the transfers under way; a second call does nothing."""

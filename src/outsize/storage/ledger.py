@@ -122,10 +122,6 @@ class Ledger:
         """Return the bytes that ``tier`` holds now."""
         return self._used[self._known(tier)]
 
-    def high_water(self, tier: str) -> int:
-        """Return the most bytes that ``tier`` ever held at once."""
-        return self._high_water[self._known(tier)]
-
     def statistics(self) -> dict[str, TierStatistics]:
         """Return a record per tier, all of the same moment."""
         with self._lock:
@@ -224,21 +220,22 @@ class Arena:
         self.ledger = ledger
         self._tier = tier
         self._pinner = pinner
-        self._mappings: list[mmap.mmap] = []
-        self._num_bytes = 0
+        self._mappings: dict[int, tuple[mmap.mmap, int]] = {}
         self._pinned: dict[int, int] = {}
-        self._reservations: list[Reservation] = []
+        self._reservations: dict[int, Reservation] = {}
         self._num_fallbacks = self._pageable_bytes = 0
+        self._last_refusal: OSError | None = None
         self._closed = False
         self._lock = threading.Lock()
-        weakref.finalize(self, _unpin, pinner, self._pinned).atexit = False
+        weakref.finalize(self, _let_go, pinner, self._pinned, self._reservations).atexit = False
 
-    def take(self, num_bytes: int, what: str) -> Tensor:
+    def take(self, num_bytes: int, what: str, *, pins: bool = True) -> Tensor:
         """Return ``num_bytes`` zero bytes as a uint8 tensor whose address is a multiple of 4096.
 
         Args:
             num_bytes: size of the tensor; the reservation is rounded up to whole pages.
             what: who needs it, for the ledger's table.
+            pins: whether it is pinned at once; else `pin` does, or nobody.
 
         Raises:
             BudgetExceededError: the tier has too little left.
@@ -260,13 +257,35 @@ class Arena:
                 if reservation:
                     reservation.release()
                 raise
-            if reservation:
-                self._reservations.append(reservation)
-            self._mappings.append(mapping)
-            self._num_bytes += size
             tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
-            self._pin(tensor.data_ptr(), size, what)
+            address = tensor.data_ptr()
+            if reservation:
+                self._reservations[address] = reservation
+            self._mappings[address] = mapping, size
+            if pins and (error := self._refusal(address, size)) is not None and self._num_fallbacks == 1:
+                self._warn(f"{what} ({format_bytes(size)}) stays", error)
         return tensor
+
+    def pin(self, tensors: Sequence[Tensor], what: str) -> None:
+        """Pin what was taken without, in order, as far as the driver does; one line says how much stays pageable."""
+        with self._lock:
+            sizes = [align_up(tensor.nbytes, PAGE_BYTES) for tensor in tensors]
+            errors = [self._refusal(each.data_ptr(), size) for each, size in zip(tensors, sizes, strict=True)]
+            left = sum(size for size, error in zip(sizes, errors, strict=True) if error is not None)
+            if left and self._last_refusal is not None:
+                self._warn(
+                    f"{format_bytes(left)} of {format_bytes(sum(sizes))} of {what} stay", self._last_refusal
+                )
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Unpin what `take` has returned; what it holds stays for whoever has it still. Nothing may be in flight."""
+        address = tensor.data_ptr()
+        with self._lock:
+            del self._mappings[address]
+            pinned, reservation = self._pinned.pop(address, 0), self._reservations.pop(address, None)
+        _let_go(
+            self._pinner, {address: pinned} if pinned else {}, {address: reservation} if reservation else {}
+        )
 
     def take_all(self, sizes: Sequence[int], what: str) -> list[Tensor]:
         """Return tensors of ``sizes`` bytes, aligned as by `take`, out of one piece; errors as in `take`."""
@@ -274,31 +293,30 @@ class Arena:
         memory = self.take(starts[-1], what)
         return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
-    def _pin(self, address: int, num_bytes: int, what: str) -> None:
+    def _refusal(self, address: int, num_bytes: int) -> OSError | None:
+        """Pin a range; return why it stays pageable, or None."""
         if self._pinner is None:
-            return
-        if self._num_fallbacks >= MOST_REFUSALS:
-            self._refused(num_bytes)
-            return
-        try:
-            self._pinner.pin(address, num_bytes)
-        except OSError as error:
-            self._refused(num_bytes)
-            if self._num_fallbacks == 1:
-                message = "%s (%s) stays pageable, copies to the GPU will be slower: %s"
-                _log.warning(message, what, format_bytes(num_bytes), error)
-        else:
-            self._pinned[address] = num_bytes
-
-    def _refused(self, num_bytes: int) -> None:
+            return None
+        if self._num_fallbacks < MOST_REFUSALS:
+            try:
+                self._pinner.pin(address, num_bytes)
+            except OSError as error:
+                self._last_refusal = error
+            else:
+                self._pinned[address] = num_bytes
+                return None
         self._num_fallbacks += 1
         self._pageable_bytes += num_bytes
+        return self._last_refusal
+
+    def _warn(self, what: str, error: OSError) -> None:
+        _log.warning("%s pageable, copies to the GPU will be slower: %s", what, error)
 
     def statistics(self) -> ArenaStatistics:
         """Return what is held now."""
         with self._lock:
             return ArenaStatistics(
-                num_bytes=self._num_bytes,
+                num_bytes=sum(size for _, size in self._mappings.values()),
                 pinned_bytes=sum(self._pinned.values()),
                 pageable_bytes=self._pageable_bytes,
                 num_pageable_fallbacks=self._num_fallbacks,
@@ -312,16 +330,12 @@ class Arena:
         """
         with self._lock:
             self._closed = True
-            _unpin(self._pinner, self._pinned)
-            for mapping in self._mappings:
+            _let_go(self._pinner, self._pinned, self._reservations)
+            for mapping, _ in self._mappings.values():
                 # Not mapping.close(): torch.frombuffer holds the object but not its buffer, so closing would
                 # pull the memory from under live tensors.
                 mapping.madvise(mmap.MADV_DONTNEED)
-            for reservation in self._reservations:
-                reservation.release()
             self._mappings.clear()
-            self._num_bytes = 0
-            self._reservations.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -330,11 +344,14 @@ class Arena:
         self.close()
 
 
-def _unpin(pinner: Pinner | None, pinned: dict[int, int]) -> None:
+def _let_go(pinner: Pinner | None, pinned: dict[int, int], reservations: dict[int, Reservation]) -> None:
     for address in pinned:
         assert pinner is not None
         pinner.unpin(address)
+    for reservation in reservations.values():
+        reservation.release()
     pinned.clear()
+    reservations.clear()
 
 
 def _map(num_bytes: int, what: str) -> tuple[mmap.mmap, int]:

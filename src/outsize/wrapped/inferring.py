@@ -237,6 +237,7 @@ class Inferring(Planned):
                     self.split.spec, device, self.session.home, self.session.ledger, self.session.pinner
                 )
                 stack.pop_all()  # a session that cannot be opened closes both
+            self.session.home.pin()
             fixed = fixed_bytes(model, machine) + decoding_bytes(self.split.spec, machine.devices)
             prefetch = self._memory.prefetch
             if prefetch is None and self._memory.slots is not None:
