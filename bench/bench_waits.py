@@ -204,6 +204,8 @@ class _Finder(ast.NodeTransformer):
 
 
 def _asks(node: ast.expr, names: object) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id == "catch_up" and node.func.id in names  # type: ignore[operator]
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     asked = ast.unparse(node.func.value).lower()

@@ -118,7 +118,6 @@ VENDORS: dict[str, Vendor] = {
 # Tensor cores multiply bf16 from this compute capability on; before (T4, V100, 20xx) it is emulated, and attention
 # falls back to products. AMD numbers its GPUs otherwise.
 BF16_CAPABILITY = (8, 0)
-# What torch computes on without them.
 _HOST = Vendor(title="CPU", backend="gloo")
 
 
@@ -183,10 +182,7 @@ class Devices:
         """Whether they have memory and streams of their own."""
         return self.kind in VENDORS
 
-    @property
-    def own_processor(self) -> bool:
-        """Whether they compute beside the cores of the host, and not on them."""
-        return self.accelerated
+    own_processor = accelerated  # beside the cores of the host, and not on them
 
     @property
     def index(self) -> int:
@@ -224,8 +220,9 @@ class Devices:
     def share_ram(self) -> bool:
         """Whether the memory of one is the host's RAM, as on GB10, MI300A and graphics within a CPU."""
         properties = [module_of(self.kind).get_device_properties(index) for index in self._seen]
-        words = ("is_integrated", "is_integrated_gpu")
-        return any(getattr(each, word, False) for each in properties for word in words)
+        return any(
+            getattr(each, w, False) for each in properties for w in ("is_integrated", "is_integrated_gpu")
+        )
 
     @property
     def _seen(self) -> list[int]:
@@ -243,11 +240,10 @@ class Devices:
 
     def num_allocator_retries(self) -> int:
         """Return how often torch found no memory on an accelerator and gave all that was free back to the driver."""
-        indices = set(self.indices) if self.accelerated else ()
-        statistics: list[dict[str, Any]] = [
-            getattr(module_of(self.kind), "memory_stats", lambda _: {})(index) for index in indices
-        ]
-        return sum(int(each.get("num_alloc_retries", 0)) for each in statistics)
+        if not self.accelerated:
+            return 0
+        statistics = getattr(module_of(self.kind), "memory_stats", lambda _: {})
+        return sum(int(statistics(index).get("num_alloc_retries", 0)) for index in set(self.indices))
 
 
 def _memory_info(kind: str, index: int) -> tuple[int, int]:
@@ -343,16 +339,15 @@ def check_here(devices: Devices) -> None:
     Raises:
         ConfigError: one of them is missing.
     """
-    if not devices.accelerated:
-        return
-    import torch
+    kind, count = devices.kind, count_of(devices.kind) if devices.accelerated else 0
+    if devices.accelerated and max(devices.indices) >= count:
+        import torch
 
-    kind, count = devices.kind, count_of(devices.kind)
-    if max(devices.indices) >= count:
         built_for = torch.accelerator.current_accelerator()
         without = built_for is None or built_for.type != kind
-        build = f"install a torch built for {title_of(kind)}"
-        remedy = build if without else f"check {VENDORS[kind].drivers}"
+        remedy = (
+            f"install a torch built for {title_of(kind)}" if without else f"check {VENDORS[kind].drivers}"
+        )
         raise ConfigError(
             f"memory.device is {devices}, but torch {torch.__version__} sees {count} {title_of(kind)} devices; "
             f"use --device cpu, or {remedy}"
@@ -390,7 +385,16 @@ def new_event(device: "str | torch.device") -> Any:
     return module_of(device).Event(**vendor_of(device).event_options)
 
 
+def catch_up(device: "str | torch.device") -> None:
+    """Return when all is done that the thread has enqueued on a device; asleep, where a copy would keep a core busy."""
+    if kind_of(device) in VENDORS:
+        import torch
+
+        mark = new_event(device)
+        mark.record(torch.accelerator.current_stream(device))
+        mark.synchronize()
+
+
 def uuids_of(devices: Devices) -> dict[int, str]:
     """Return by index what the driver knows accelerators by; nothing of other devices."""
-    uuid = vendor_of(devices.kind).uuid
-    return dict(zip(devices.indices, map(uuid, devices.properties), strict=False))
+    return dict(zip(devices.indices, map(vendor_of(devices.kind).uuid, devices.properties), strict=False))

@@ -13,7 +13,9 @@ from accelerator.caching_allocator import CachingAllocator, OutOfMemoryError
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
 from outsize.errors import ExecutionError
+from outsize.planner.program.program import Lane
 from outsize.runtime.device.device import open_device
+from outsize.runtime.device.driver import Streams
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.session.session import Session
@@ -33,6 +35,18 @@ def test_memory_of_other_streams_goes_before_lanes_begin_and_after_they_end(monk
     assert len(emptied) == 1
     device.close()
     assert len(emptied) == 2
+
+
+def test_streams_are_used_again_by_the_next_engine():
+    """cuBLAS keeps a workspace of tens of MiB for each stream that has ever multiplied."""
+    lanes = [Lane(kind, 0) for kind in ("compute", "up", "down")]
+    streams = [Streams(Devices.parse("late:0")) for _ in range(2)]
+    first, second = ([each.of(lane).stream_id for lane in lanes] for each in streams)
+    for each in streams:
+        each.clear()
+    again = Streams(Devices.parse("late:0"))
+    assert [again.of(lane).stream_id for lane in lanes] in (first, second)
+    again.clear()
 
 
 def test_slots_that_find_no_memory_are_an_error_that_says_what_to_set():
@@ -110,11 +124,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 SEQ_LEN = {"wide": 64, "deep": 128}
 
 
 def notes_of(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, shape: str = "wide", **memory: Any
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: str = "wide",
+    *,
+    lora: bool = False,
+    **memory: Any,
 ) -> SimpleNamespace:
     """Return what a run of three steps allocates on the device: before its lanes begin, and up to each step."""
     make_model_dir(
@@ -128,7 +148,13 @@ def notes_of(
         directory,
         model={"dtype": "bf16"},
         data={"seq_len": SEQ_LEN[shape]},
-        train={"tokens_per_step": 1024, "microbatches": 2, "steps": 3},
+        train={
+            "tokens_per_step": 1024,
+            "microbatches": 2,
+            "steps": 3,
+            **({"method": "lora"} if lora else {}),
+        },
+        **({"lora": LORA} if lora else {}),
         memory={"device": "late:0", "home": "host", **memory},
     )
     taken = SimpleNamespace(before=[], steps=[], planned=0)
@@ -179,12 +205,23 @@ def retries_by_step(notes: SimpleNamespace, limit: int, lag: int) -> Sequence[in
     return counts
 
 
+# Over shapes, kinds of activations, slots, budgets, and adapters. (Of encoded weights, kernels of a GPU take no memory.)
 AUTO = (("wide", "76MiB"), ("wide", "80MiB"), ("deep", "74MiB"))
 PLANS: list[tuple[str, dict[str, Any]]] = [
     *(("wide", {"activations": each}) for each in ("keep", "offload-products")),
     ("wide", {"activations": "recompute", "slots": 3, "offload": True}),
     *(("deep", {"activations": each}) for each in ("recompute", "offload-attention")),
     *((shape, {"activations": "offload"}) for shape in SHAPES),
+    *(("wide", {"activations": each, "slots": 2}) for each in ("recompute", "keep", "offload")),
+    *(
+        ("wide", {"activations": each, "lora": True, "resident": 0})
+        for each in ("recompute", "keep", "offload")
+    ),
+    *(
+        ("deep", {"activations": each, "lora": True, "slots": 2, "resident": 0})
+        for each in ("recompute", "offload")
+    ),
+    ("wide", {"lora": True, "device_memory": "76MiB"}),
     # What auto makes of budgets between the least and what keeps all: some of everything.
     *((shape, {"device_memory": size}) for shape, size in AUTO),
 ]

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -17,6 +18,7 @@ from outsize.accelerators import Devices
 from outsize.codecs.codec import open_codec
 from outsize.inference.loader import Caller
 from outsize.planner.program.program import Kind, Op
+from outsize.runtime.device import driver
 from outsize.runtime.device.device import Accelerator, Device, open_device
 from outsize.runtime.device.device_group import Workers, open_workers
 from outsize.runtime.ops.activation_ops import ActivationOps
@@ -58,6 +60,7 @@ def test_a_lane_may_use_what_was_allocated_at_once(device: Device):
 
 def test_threads_that_enter_a_lane_at_once_share_its_stream(device: Device, monkeypatch: pytest.MonkeyPatch):
     """The second comes while the first makes the stream."""
+    monkeypatch.setattr(driver, "_UNUSED", defaultdict(list))  # none is left from a run before
     make, entered = torch.late.Stream, []
 
     def enter() -> None:

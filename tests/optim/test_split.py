@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optim.test_step import in_24_bits, torch_ops
+from outsize.compat.torch_private import allocations
+from outsize.optim import split_masters
 from outsize.optim.split_masters import chance_key, join_master, split_master, ties_bytes
+from outsize.planner.memory.memory_table import UPDATE_TEMPORARY_BYTES
 from threads import num_threads
 
 EVERY_UPPER_HALF = np.arange(1 << 16, dtype=np.uint32) << 16
@@ -170,3 +175,13 @@ def test_planes_that_do_not_fit_are_refused(change, message):
     } | change
     with pytest.raises(ValueError, match=message):
         split_master(**planes)
+
+
+def test_torch_s_ops_make_no_more_than_the_planner_counts(monkeypatch):
+    """Beside the gradient and the master, of which the table tells."""
+    monkeypatch.setattr(split_masters.native, "available", lambda: False)
+    planes = [torch.empty(2**16, dtype=kind) for kind in (torch.bfloat16, torch.int16)]
+    master, ties = torch.randn(2**16), torch.zeros(2**13, dtype=torch.uint8)
+    for call in (lambda: split_master(master, *planes, ties), lambda: join_master(*planes, ties, master)):
+        _, sizes = allocations(call)
+        assert max(itertools.accumulate(sizes)) <= (UPDATE_TEMPORARY_BYTES - 8) * master.numel()

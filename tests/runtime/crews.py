@@ -129,7 +129,7 @@ def crew_over(
         stack.callback(engine.close)
         yield Rig(engine, parts, home, arena)
         for each in (scratch, *rooms.values()):
-            assert each.statistics().num_held == 0 or engine._executor.failed
+            assert each.num_held == 0 or engine._executor.failed
 
 
 def train_crew(

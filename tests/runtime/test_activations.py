@@ -49,12 +49,12 @@ def test_a_save_followed_by_a_fetch_changes_nothing_but_memory(scratch):
     context = context_of(one, other)
     ops.save(SAVE, context)
     assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    assert scratch.statistics().num_held == 1
+    assert scratch.num_held == 1
     ops.fetch(FETCH, context)
     assert torch.equal(one, copies[0])
     assert torch.equal(other, copies[1])
     assert torch.equal(view, copies[0][1])
-    assert scratch.statistics().num_held == 0
+    assert scratch.num_held == 0
     assert ops.bytes_up == ops.bytes_down == 1200 + 100
 
 
@@ -84,7 +84,7 @@ def test_what_a_move_that_failed_has_left_below_can_be_forgotten(
     with pytest.raises(OSError):  # noqa: PT011 - the one above
         ops.save(SAVE, context), ops.fetch(FETCH, context)
     ops.forget(0)
-    assert scratch.statistics().num_held == 0
+    assert scratch.num_held == 0
 
 
 def test_what_an_onload_that_failed_has_left_below_can_be_forgotten(scratch, monkeypatch: pytest.MonkeyPatch):
@@ -98,7 +98,7 @@ def test_what_an_onload_that_failed_has_left_below_can_be_forgotten(scratch, mon
     with pytest.raises(ZeroDivisionError):
         ops.onload(parse_op("ONLOAD 2.1@w0"), context)
     ops.forget(0)
-    assert scratch.statistics().num_held == 0
+    assert scratch.num_held == 0
 
 
 def test_a_slice_takes_its_whole_storage_along(scratch):

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from outsize import native
+from outsize.accelerators import catch_up
 from outsize.codecs.codec import Codec, pieces_on
 from outsize.codecs.codec_spec import CodecSpec
 
@@ -42,7 +43,9 @@ class OnDevice:
     def on(self, device: torch.device) -> Tensor:
         """Return the copy on ``device``."""
         if device not in self._copies:
-            self._copies[device] = self._tensor.to(device)
+            copy = torch.empty_like(self._tensor, device=device)
+            catch_up(device)
+            self._copies[device] = copy.copy_(self._tensor)
         return self._copies[device]
 
 

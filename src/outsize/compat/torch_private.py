@@ -177,7 +177,7 @@ def fused_adamw(
 ) -> None:
     """Step ``weights`` and their moments for the ``count``-th time, as `torch.optim.AdamW` does with ``fused=True``."""
     torch._fused_adamw_(
-        [weights], [gradient], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(count), device=weights.device)],
+        [weights], [gradient], [exp_avg], [exp_avg_sq], [], [weights.new_full((), count, dtype=torch.float32)],
         amsgrad=False, maximize=False, **settings,
     )  # fmt: skip
 

@@ -164,6 +164,8 @@ def join_low(weights: Tensor, low: Tensor) -> Tensor:
 # Kinds of numbers whose upper half rounding would change: bits of a quiet NaN, and of the least and the greatest.
 _QUIET, _LEAST_NAN, _MOST_NAN = 0x7FC0, 0x7F80, 0x7FFF
 _TIE = -0x8000
+# Of eight bytes that are 0 or 1, the product has the i-th as bit 56 + i; of a byte, eight copies, and the i-th's bit i.
+_TO_TOP, _TO_EACH, _ONE_OF_EACH = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - 2**64
 # In torch ops masters are best split in pieces that stay in a cache.
 _PIECE_ELEMENTS = 2**17
 
@@ -234,29 +236,18 @@ def join_master(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> 
 
 def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
     hi.copy_(master)
-    lo.copy_(master.view(torch.int16)[::2])  # the lower half: the first of the two, as bytes lie
-    if not _any_special(hi, lo):
-        return
-    hi_bits = hi.view(torch.int16)
-    at = ((lo == _TIE) | hi.isnan()).nonzero().view(-1)
-    bits = master.view(torch.int32)[at]
-    upper, low, nan = bits >> 16 & 0xFFFF, bits & 0xFFFF, bits & _MAGNITUDE > _INFINITY
-    tie = torch.where(
-        nan,
-        upper & 0x7FFF == torch.where(low < 0x8000, _LEAST_NAN, _MOST_NAN),
-        upper & 1 == 0,
-    )
-    quiet = torch.where(tie, (upper & 0x8000) | _QUIET, upper + (low >> 15))
-    hi_bits[at] = torch.where(nan, quiet, hi_bits[at].to(torch.int32)).to(torch.int16)
+    lower, upper = master.view(torch.int16).view(-1, 2).unbind(1)  # as bytes lie
+    lo.copy_(lower)
+    hi_bits, nan = hi.view(torch.int16), hi.isnan()
+    tie = torch.where(nan, upper & 0x7FFF == _ends_of_nans(lo), upper & 1 == 0)
+    quiet = torch.where(tie, upper & -0x8000 | _QUIET, upper + (lo < 0))
+    hi_bits.copy_(torch.where(nan, quiet, hi_bits))
     if ties is None:
-        lo[at] = torch.where(tie & ~nan, 0x7FFF, lo[at])
+        lo.masked_fill_((lo == _TIE) & tie & ~nan, 0x7FFF)
         return
-    is_tie = _needs_tie(hi_bits[at], lo[at])
-    at, tie = at[is_tie], tie[is_tie].to(torch.uint8)
-    for bit in range(8):  # of one byte several may change
-        chosen = at & 7 == bit
-        places = at[chosen] >> 3
-        ties[places] = ties[places] & (0xFF ^ 1 << bit) | tie[chosen] << bit
+    is_tie = _needs_tie(hi_bits, lo)
+    bits = ties[: ties_bytes(len(lo))]
+    bits.copy_(bits & ~_packed(is_tie) | _packed(is_tie & tie))
 
 
 def _split24(master: Tensor, hi: Tensor, lo: Tensor, first: int, key: int | None) -> None:
@@ -273,22 +264,34 @@ def _byte_of(chance: Tensor) -> Tensor:
 
 
 def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:
-    hi_bits = hi.view(torch.int16)
     master.copy_(hi)
     bits = master.view(torch.int32).add_(lo, alpha=256 if lo.dtype is torch.int8 else 1)
-    if ties is None or not _any_special(hi, lo):
+    if ties is None:
         return
-    at = _needs_tie(hi_bits, lo).nonzero().view(-1)
-    at = at[(ties[at >> 3] >> (at & 7).to(torch.uint8) & 1).bool()]
-    upper, low = hi_bits[at].to(torch.int32) & 0xFFFF, lo[at].to(torch.int32)
-    nan = (upper & 0x8000) | torch.where(low < 0, _MOST_NAN, _LEAST_NAN)
-    upper = torch.where(upper & 0x7FFF == _QUIET, nan, upper)
-    bits[at] = (upper << 16 | low & 0xFFFF).to(torch.int32)
+    hi_bits = hi.view(torch.int16)
+    quiet = hi_bits & 0x7FFF == _QUIET
+    steps = torch.where(
+        quiet, _ends_of_nans(lo) - _QUIET + (lo < 0), 1
+    )  # of the upper half, to what a tie bit names
+    steps.mul_(_needs_tie(hi_bits, lo) & _unpacked(ties, len(lo)))
+    bits.add_(steps, alpha=2**16)
 
 
-def _any_special(hi: Tensor, lo: Tensor) -> bool:
-    """Whether any element may have a tie bit."""
-    return bool(lo.amin() == _TIE) or bool(hi.amax().isnan())
+def _ends_of_nans(lo: Tensor) -> Tensor:
+    """Return the least and the greatest upper half of a NaN, int16: which of the two lower halves go with."""
+    return (lo < 0).to(torch.int16).mul_(_MOST_NAN - _LEAST_NAN).add_(_LEAST_NAN)
+
+
+def _packed(flags: Tensor) -> Tensor:
+    """Return bits in bytes, the first the lowest."""
+    eight = torch.nn.functional.pad(flags.view(torch.uint8), (0, -len(flags) % 8)).view(torch.int64)
+    return (eight * _TO_TOP >> 56 & 0xFF).to(torch.uint8)
+
+
+def _unpacked(ties: Tensor, numel: int) -> Tensor:
+    """Return ``numel`` of the bits that `_packed` has packed."""
+    eight = ties[: ties_bytes(numel)].to(torch.int64) * _TO_EACH & _ONE_OF_EACH
+    return eight.view(torch.uint8)[:numel].bool()
 
 
 def _needs_tie(hi_bits: Tensor, lo: Tensor) -> Tensor:

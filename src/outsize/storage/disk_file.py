@@ -42,7 +42,7 @@ Inspect = Callable[[memoryview, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfers:
-    """What a file, or a home, has moved since it was opened.
+    """What a file has moved since it was opened.
 
     Attributes:
         bytes_read: bytes of finished reads.

@@ -12,7 +12,6 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,30 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outsize.accelerators import catch_up
 from outsize.errors import BudgetExceededError
 from outsize.storage.disk_file import SECTOR_BYTES, DirectFile, Tally
 from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.prealloc import IOPool
 from outsize.units import align_up, format_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchStatistics:
-    """What a scratch has held and moved.
-
-    Attributes:
-        num_extents: tensors that it can hold at once.
-        num_held: tensors that it holds now.
-        high_water: the most tensors that it ever held.
-        bytes_in: bytes put, as the caller counts them.
-        bytes_out: bytes taken, as the caller counts them.
-    """
-
-    num_extents: int
-    num_held: int
-    high_water: int
-    bytes_in: int
-    bytes_out: int
 
 
 class _Held(NamedTuple):
@@ -63,7 +44,6 @@ class Extents:
         self.extent_bytes = extent_bytes
         self._free = list(range(num_extents - 1, -1, -1))
         self._held: dict[Hashable, _Held] = {}
-        self._high_water = self._bytes_in = self._bytes_out = 0
         self._lock = threading.Lock()
 
     def enter(self, key: Hashable, tensors: Sequence[Tensor], num_bytes: int) -> int:
@@ -80,7 +60,6 @@ class Extents:
                 )
             index = self._free.pop()
             self._held[key] = _Held(index, _forms(tensors))
-            self._high_water = max(self._high_water, len(self._held))
             return index
 
     def find(self, key: Hashable, into: Sequence[Tensor]) -> int:
@@ -100,22 +79,10 @@ class Extents:
             if held is not None:
                 self._free.append(held.number)
 
-    def count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        """Add to the statistics."""
-        with self._lock:
-            self._bytes_in += bytes_in
-            self._bytes_out += bytes_out
-
-    def statistics(self) -> ScratchStatistics:
-        """Return the record of now."""
-        with self._lock:
-            return ScratchStatistics(
-                num_extents=self.num_extents,
-                num_held=len(self._held),
-                high_water=self._high_water,
-                bytes_in=self._bytes_in,
-                bytes_out=self._bytes_out,
-            )
+    @property
+    def num_held(self) -> int:
+        """Keys that have an extent now."""
+        return len(self._held)
 
 
 def _forms(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, int]]:
@@ -183,9 +150,10 @@ class Scratch(ABC):
         """Free the extent of ``key`` without reading it; nothing happens where there is none."""
         self._extents.drop(key)
 
-    def statistics(self) -> ScratchStatistics:
-        """Return what is held and what was moved."""
-        return self._extents.statistics()
+    @property
+    def num_held(self) -> int:
+        """Keys under which something is held now."""
+        return self._extents.num_held
 
     @abstractmethod
     def close(self) -> None:
@@ -202,8 +170,8 @@ class Scratch(ABC):
     def _finish(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - most have moved when they have been moved
         """Return when what was written or read of ``tensors`` has moved."""
 
-    def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        self._extents.count(bytes_in=bytes_in, bytes_out=bytes_out)
+    def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:  # noqa: B027 - most have no tally
+        """Add to the tally."""
 
 
 class HostScratch(Scratch):
@@ -232,11 +200,9 @@ class HostScratch(Scratch):
         into.detach().copy_(self._view(index, at, into), non_blocking=True)
 
     def _finish(self, tensors: Sequence[Tensor]) -> None:
-        """See `Scratch`; once for all of them, and asleep: a copy that waits for itself keeps a core busy meanwhile."""
-        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
-            mark = torch.Event(device, blocking=True)
-            mark.record()
-            mark.synchronize()
+        """See `Scratch`; once for all of them."""
+        for device in {tensor.device for tensor in tensors}:
+            catch_up(device)
 
     def _view(self, index: int, at: int, like: Tensor) -> Tensor:
         extent: Tensor = self._memory[index][at : at + like.nbytes].view(like.dtype)
@@ -302,7 +268,6 @@ class DiskScratch(Scratch):
         self._move(into, index * self._stride + at, written=False)
 
     def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        super()._count(bytes_in=bytes_in, bytes_out=bytes_out)
         self.file.tally.written_bytes += bytes_in
         self.file.tally.read_bytes += bytes_out
 

@@ -63,8 +63,8 @@ _EXTENT_BYTES = 4096
 # Tensors of what a forward kept lie in one extent, each on a sector of its own; so many where nobody has counted them.
 DEFAULT_PARTS = 64
 # What a step on the device makes of an element beside its planes: the gradient in fp32, the master where it is split,
-# and marks of what the halves do not tell.
-UPDATE_TEMPORARY_BYTES = 12
+# and what tells ties of its halves apart without a wait of the host.
+UPDATE_TEMPORARY_BYTES = 18
 # Direct reads gain little beyond it, see bench/bench_disk.py, and a checkpoint is in no hurry.
 STORE_BUFFER_BYTES = 2**20
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import Devices, check_here, module_of, new_event
+from outsize.accelerators import Devices, catch_up, check_here, module_of, new_event
 from outsize.errors import ExecutionError
 from outsize.planner.program.program import lane_named
 from outsize.runtime.device.driver import Streams, last_calls
@@ -88,9 +88,6 @@ class Device(ABC):
 
     def rejoin(self, mark: Any) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Have what the calling lane enqueues from now on wait for a mark of `beside`; None is none."""
-
-    def catch_up(self) -> None:  # noqa: B027 - nothing to wait for is the common case
-        """Return when all is done that the calling thread has enqueued outside lanes: what it made is theirs to use."""
 
     def explain(self, error: BaseException) -> str:
         """Return what an error of an op says; of one without memory, how much there was and what to set."""
@@ -260,7 +257,7 @@ class Accelerator(Device):
             tensor = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             raise ExecutionError(f"{what}: {self.explain(error)}") from error
-        self.catch_up()
+        catch_up(self.torch_device)
         self._held.append(tensor)
         return tensor
 
@@ -279,10 +276,6 @@ class Accelerator(Device):
         limit = getattr(self._torch, "set_per_process_memory_fraction", None)
         if limit is not None:
             limit(min(1.0, share), self.torch_device)
-
-    def catch_up(self) -> None:
-        """See `Device.catch_up`."""
-        torch.accelerator.current_stream(self.torch_device).synchronize()
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         """See `Device.lane`."""

@@ -89,11 +89,6 @@ class Workers(Device):
         """See `Device.hold`."""
         self.of(lane).hold(tensor, lane)
 
-    def catch_up(self) -> None:
-        """See `Device.catch_up`; for all devices."""
-        for device in self.devices:
-            device.catch_up()
-
     def close(self) -> None:
         """See `Device.close`."""
         for device in self.devices:

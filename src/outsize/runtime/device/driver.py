@@ -8,6 +8,7 @@ an op costs one look at a flag.
 
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +20,10 @@ from outsize.accelerators import Devices, module_of, vendor_of
 from outsize.errors import ExecutionError
 
 _log = logging.getLogger(__name__)
+
+
+# Streams that nobody uses, by device and name: libraries keep tens of MiB for each stream that has ever multiplied.
+_UNUSED: defaultdict[tuple[torch.device, str], list[torch.Stream]] = defaultdict(list)
 
 
 class Streams:
@@ -33,12 +38,14 @@ class Streams:
         self._by_lane: dict[str, torch.Stream] = {}
 
     def of(self, lane: str) -> torch.Stream:
-        """Return the stream of a lane; made when it is first asked for."""
+        """Return the stream of a lane; made when it is first asked for, or one that another run has given back."""
         name = _shared(lane)
         stream = self._by_lane.get(name)
         if stream is None:
+            unused = _UNUSED[self._device, name]
+            candidate = unused.pop() if unused else self._torch.Stream(self._device)
             # A worker's thread and another's, which touches the same device, may both come first.
-            stream = self._by_lane.setdefault(name, self._torch.Stream(self._device))
+            stream = self._by_lane.setdefault(name, candidate)
         return stream
 
     def current(self, lane: str) -> AbstractContextManager[Any]:
@@ -51,9 +58,11 @@ class Streams:
         return self._by_lane.get(_shared(lane))
 
     def clear(self) -> bool:
-        """Forget all streams; return whether there was one."""
+        """Give all streams back; return whether there was one."""
         had_any = bool(self._by_lane)
-        self._by_lane.clear()
+        while self._by_lane:
+            name, stream = self._by_lane.popitem()
+            _UNUSED[self._device, name].append(stream)
         return had_any
 
 

@@ -106,6 +106,9 @@ class Engine:
         self._num_begun = 0
         self.ranges = OpRanges(resources.device.torch_device)
         self._asynchronous = resources.device.asynchronous
+        self._arrivals = {}
+        if self._asynchronous:
+            self._arrivals = {id(program): arrivals_behind(program.ops) for program in plan.programs}
         self._links = links_of(self._crew, layout.peers, self.exchange, self.optimizer)
         self._executor = self._open_lanes(resources)
 
@@ -174,8 +177,8 @@ class Engine:
         return self._last
 
     def _submit(self, program: Program, context: StepContext) -> list[LaneTask]:
-        if self._asynchronous:
-            context.arrivals = arrivals_behind(program.ops)
+        if self._asynchronous:  # other programs than the plan's are made for one call
+            context.arrivals = self._arrivals.get(id(program)) or arrivals_behind(program.ops)
         return self._executor.submit(program.ops, context)
 
     def measure(self, microbatches: tuple[Microbatch, ...]) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from outsize.accelerators import catch_up
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
 from outsize.optim.muon import Muon
@@ -237,7 +238,8 @@ def _replicas(
         outer = OuterForward(split, workers, rest_planes, [memory.sums for memory in memories], num_threads)
         stack.callback(outer.close)  # a model that is refused is its own again
         replicas = [replicate(split, boundaries, each.torch_device) for each in workers.devices]
-        workers.catch_up()  # with the buffers of both
+        for each in workers.devices:
+            catch_up(each.torch_device)  # with the buffers of both
         stack.pop_all()
     return outer, replicas
 

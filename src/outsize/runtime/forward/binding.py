@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import catch_up
 from outsize.compat.torch_private import buffers_of, hooks_of, parameters_of, version_of
 from outsize.compat.transformers_private import put_output_hooks
 from outsize.errors import ModelError
@@ -311,6 +312,7 @@ class Originals:
                     del vars(replica)[name]
             for name, buffer in buffers.items():
                 buffers_of(replica)[name] = None if buffer is None else buffer.detach().clone().to(device)
+        catch_up(device)
 
 
 def _hooks_of(module: nn.Module) -> tuple[Any, ...]:

@@ -264,7 +264,6 @@ class ComputeOps:
         version = originals.version if self._stage.worker else originals.look()
         if version != self._version:
             originals.refresh(self._replicas, self._device.torch_device)
-            self._device.catch_up()
             self._version = version
         for module, replica in zip(originals.modules, self._replicas, strict=True):
             replica.training = module.training

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from outsize.accelerators import catch_up
 from outsize.errors import OutsizeError, model_raised
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program
 from outsize.planner.program.table import ROWS
@@ -136,6 +137,8 @@ class StepContext:
             return self.agreed_loss
         for mark in filter(None, self.loss_marks.values()):
             mark.synchronize()
+        for device in {loss.device for loss in self.losses.values() if isinstance(loss, Tensor)}:
+            catch_up(device)
         losses = (self.losses[m] for m in sorted(self.losses))
         return sum(loss.item() if isinstance(loss, Tensor) else loss for loss in losses)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from outsize.accelerators import catch_up
 from outsize.codecs.codec import pieces_on
 from outsize.errors import NonFiniteError
 from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
@@ -186,7 +187,8 @@ class GradientOps:
             self._check_gradient(self._spec.units[unit], context.touched[unit], plane, context)
             return
         total, coefficient = context.unit_clips[unit]
-        if not torch.isfinite(total):
+        catch_up(total.device)
+        if not math.isfinite(total.item()):
             self._refuse(self._spec.units[unit], context)
         context.unit_coefficients[unit] = coefficient.cpu()
 
@@ -277,8 +279,9 @@ class GradientOps:
         ordered = [norm / context.loss_scale for norm in self._ordered(context.norms, context)]
         ordered = [norm.to(ordered[0].device) for norm in ordered]
         total, coefficient = clip_coefficient(ordered, self._settings.max_grad_norm)
-        context.gradient_norm = total.item()
-        context.coefficient = (coefficient / context.loss_scale).cpu()
+        coefficient = coefficient / context.loss_scale
+        catch_up(total.device)
+        context.gradient_norm, context.coefficient = total.item(), coefficient.cpu()
         self._check(context)
 
     def _ordered(self, units: Iterable[int], context: StepContext) -> list[Tensor]:
@@ -313,7 +316,9 @@ class GradientOps:
         views = tensor_views(unit, plane)
         # Both extremes of a tensor are finite only if all of it is; unlike `isfinite`, they take no memory.
         extremes = [extreme for position in touched for extreme in torch.aminmax(views[position])]
-        if not extremes or torch.stack(extremes).isfinite().all():
+        are_finite = not extremes or torch.stack(extremes).isfinite().all()
+        catch_up(plane.device)
+        if are_finite:
             return
         self._refuse(unit, context)
 

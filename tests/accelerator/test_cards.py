@@ -1,0 +1,168 @@
+"""What cards have: drivers that pin little, or slowly, launches that cost, memory that nobody tells, picky products."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from accelerator import late
+from devices import IS_MADE_UP
+from outsize.codecs.codec import open_codec
+from outsize.hardware.machine_spec import CUBLAS_BYTES
+from outsize.model.split import split
+from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
+from outsize.session.decide import lane_rates
+from outsize.session.session import Session
+from outsize.storage.ledger import Arena
+from outsize.training.run import train
+from outsize.wrapped.module import runner_of
+from support import assert_same_end, in_dir, make_run
+from wrapped.loops import wrapped
+
+pytestmark = [
+    pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late"),
+    pytest.mark.filterwarnings("ignore"),
+]
+PAGE = 4096
+LATE: dict[str, Any] = {"device": "late:0", "home": "host"}
+
+
+@pytest.mark.parametrize("limit", [PAGE, 40 * PAGE])
+def test_a_driver_that_pins_little_costs_time_alone(
+    limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """As WSL2's does: what is refused is said with its sum, and batches are not pinned either."""
+    config = make_run(tmp_path, memory=LATE, train={"steps": 2})
+    train(in_dir(config, tmp_path / "all"))
+    limit += late.native().pinned_bytes()  # what torch keeps for batches
+    late.set_pinning(limit)
+    with caplog.at_level(logging.WARNING):
+        train(in_dir(config, tmp_path / "little"))
+    assert_same_end(tmp_path / "all", tmp_path / "little")
+    assert late.native().pinned_bytes() <= limit
+    told = [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
+    (of_home,) = [line for line in told if "weights and gradients at home stay pageable" in line]
+    assert "copies to the GPU will be slower: cudaHostRegister returned error 2" in of_home
+    assert len(told) <= 4  # one for each purpose
+    beats = (tmp_path / "little" / "heartbeat.jsonl").read_text().splitlines()
+    assert json.loads(beats[-1])["fallbacks"]["pageable"] > 0
+
+
+def test_masters_and_moments_are_not_pinned_and_buffers_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 16 bytes a parameter of a bf16 model with separate masters, 4 to 6 cross."""
+    pinned: list[int] = []
+    of_home: list[int] = []
+    opened: list[Session] = []
+    of_session, of_arena = Session.open_engine, Arena.pin
+
+    def open_engine(session: Session, *args: Any, **named: Any) -> Any:
+        opened.append(session)
+        return of_session(session, *args, **named)
+
+    def pin(arena: Arena, tensors: Any, what: str) -> None:
+        before = late.native().pinned_bytes()
+        of_arena(arena, tensors, what)
+        pinned.append(before)
+        of_home.append(late.native().pinned_bytes() - before)
+
+    monkeypatch.setattr(Session, "open_engine", open_engine)
+    monkeypatch.setattr(Arena, "pin", pin)
+    model, optimizer = {"dtype": "bf16"}, {"masters": "separate"}
+    train(make_run(tmp_path, memory=LATE, train={"steps": 1}, model=model, optimizer=optimizer))
+    layout = opened[0].home._layout
+    crossing = [each for (_, plane), each in layout.extents.items() if plane in (WEIGHTS, GRADIENT)]
+    assert sum(of_home) == sum(each.num_bytes for each in crossing) < layout.num_bytes / 2
+    assert pinned[0] > 0
+
+
+def test_pinning_may_take_time():
+    late.set_pinning(0, bytes_per_s=10e6)
+    memory = torch.empty(2**20, dtype=torch.uint8)
+    began = time.perf_counter()
+    assert late.native().register(memory.data_ptr(), memory.nbytes) == 0
+    assert time.perf_counter() - began >= 0.1
+    late.native().unregister(memory.data_ptr())
+
+
+def test_what_a_launch_costs_is_in_what_is_measured_of_codecs():
+    """A forecast goes by it: a codec of many kernels is slow on a GPU, whatever its bytes."""
+    codec, sample = open_codec("int8"), torch.randn(2**14).to(torch.bfloat16)
+    before = late.native().statistics()["kernels"]
+    lane_rates._rates_of(codec, sample, "cpu", "late:0")
+    kernels = (late.native().statistics()["kernels"] - before) / (1 + lane_rates.REPEATS)
+    assert kernels >= 1
+    late.set_launch_us(20_000)
+    rates = lane_rates._rates_of(codec, sample, "cpu", "late:0")
+    assert sample.nbytes / rates.decode_bytes_per_s >= int(kernels) * 0.02
+
+
+@pytest.mark.parametrize("lacks", ["a driver that says what is free", "memory of its own"])
+def test_memory_that_is_not_told_or_is_the_host_s(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Intel's desktop GPUs raise; GB10 and graphics within a CPU have the RAM."""
+
+    def raises(index: int) -> tuple[int, int]:
+        raise RuntimeError("The device doesn't support querying the available free memory")
+
+    if lacks == "memory of its own":
+        monkeypatch.setattr(late._Properties, "is_integrated", True, raising=False)
+    else:
+        monkeypatch.setattr(torch.get_device_module("late"), "mem_get_info", raises)
+    free = {"device_memory": None, "host_memory": None}
+    config = make_run(tmp_path, memory=LATE, train={"steps": 2})
+    train(in_dir(config, tmp_path / "told"))
+    train(in_dir(make_run(tmp_path, memory={**LATE, **free}, train={"steps": 2}), tmp_path / "free"))
+    assert_same_end(tmp_path / "told", tmp_path / "free")
+
+
+def test_products_round_by_where_a_matrix_begins():
+    """As cuBLAS's do, whose kernels go by alignment: slots lay weights where a model of its own has them."""
+    memory = torch.randn(64 * 64 + 64, device="late:0")
+    matrix = memory[:4096].view(64, 64)
+    found = []
+    for start in (0, 64, 32):
+        moved = torch.empty_like(memory)[start : start + 4096].view(64, 64).copy_(matrix)
+        found.append((moved @ matrix).cpu())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_keys_and_values_on_the_host_are_pinned_to_the_page_and_no_longer_than_they_last():
+    """By torch's allocator they took the next power of two, for as long as the process."""
+    model, ids = zoo.build("llama").eval().requires_grad_(False), zoo.batch("llama", seq_len=7)["input_ids"]
+    long: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "use_cache": True, "eos_token_id": None}
+    with wrapped(zoo.build("llama").eval().requires_grad_(False), device="late:0") as roomy:
+        want = roomy.generate(ids, **long)
+        seen = runner_of(roomy).inference_statistics()
+    assert seen is not None
+    units = split(model).spec.units
+    largest = max(unit.weight_bytes("fp32") for unit in units if unit.kind == "block")
+    rest = sum(unit.weight_bytes("fp32") for unit in units if unit.kind == "rest")
+    budget = CUBLAS_BYTES + rest + largest + seen.workspace_bytes + int(0.85 * seen.cache_bytes) + PAGE
+    held, sizes = late.native().pinned_by_torch(), list[int]()
+    of_arena = Arena.take
+
+    def take(arena: Arena, num_bytes: int, what: str, **named: Any) -> torch.Tensor:
+        if what == "keys and values":
+            sizes.append(num_bytes)
+        return of_arena(arena, num_bytes, what, **named)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        wrapped(model, device="late:0", device_memory=budget) as tight,
+    ):
+        patch.setattr(Arena, "take", take)
+        assert torch.equal(tight.generate(ids, **long), want)
+        found = runner_of(tight).inference_statistics()
+    assert found is not None
+    assert found.cache_bytes_moved > 0
+    assert sizes
+    assert late.native().pinned_by_torch() == held
