@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-import zoo
 from accelerator import late
 from devices import IS_MADE_UP
 from outsize.codecs.codec import open_codec
-from outsize.hardware.machine_spec import CUBLAS_BYTES
-from outsize.model.split import split
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.session.decide import lane_rates
 from outsize.session.session import Session
 from outsize.storage.ledger import Arena
 from outsize.training.run import train
-from outsize.wrapped.module import runner_of
 from support import assert_same_end, in_dir, make_run
-from wrapped.loops import wrapped
 
 pytestmark = [
     pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late"),
@@ -133,36 +128,3 @@ def test_products_round_by_where_a_matrix_begins():
         found.append((moved @ matrix).cpu())
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-
-
-def test_keys_and_values_on_the_host_are_pinned_to_the_page_and_no_longer_than_they_last():
-    """By torch's allocator they took the next power of two, for as long as the process."""
-    model, ids = zoo.build("llama").eval().requires_grad_(False), zoo.batch("llama", seq_len=7)["input_ids"]
-    long: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "use_cache": True, "eos_token_id": None}
-    with wrapped(zoo.build("llama").eval().requires_grad_(False), device="late:0") as roomy:
-        want = roomy.generate(ids, **long)
-        seen = runner_of(roomy).inference_statistics()
-    assert seen is not None
-    units = split(model).spec.units
-    largest = max(unit.weight_bytes("fp32") for unit in units if unit.kind == "block")
-    rest = sum(unit.weight_bytes("fp32") for unit in units if unit.kind == "rest")
-    budget = CUBLAS_BYTES + rest + largest + seen.workspace_bytes + int(0.85 * seen.cache_bytes) + PAGE
-    held, sizes = late.native().pinned_by_torch(), list[int]()
-    of_arena = Arena.take
-
-    def take(arena: Arena, num_bytes: int, what: str, **named: Any) -> torch.Tensor:
-        if what == "keys and values":
-            sizes.append(num_bytes)
-        return of_arena(arena, num_bytes, what, **named)
-
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        wrapped(model, device="late:0", device_memory=budget) as tight,
-    ):
-        patch.setattr(Arena, "take", take)
-        assert torch.equal(tight.generate(ids, **long), want)
-        found = runner_of(tight).inference_statistics()
-    assert found is not None
-    assert found.cache_bytes_moved > 0
-    assert sizes
-    assert late.native().pinned_by_torch() == held

@@ -205,7 +205,7 @@ def retries_by_step(notes: SimpleNamespace, limit: int, lag: int) -> Sequence[in
     return counts
 
 
-# Over shapes, kinds of activations, slots, budgets, and adapters. (Of encoded weights, kernels of a GPU take no memory.)
+# Over shapes, kinds of activations, slots, budgets, and adapters.
 AUTO = (("wide", "76MiB"), ("wide", "80MiB"), ("deep", "74MiB"))
 PLANS: list[tuple[str, dict[str, Any]]] = [
     *(("wide", {"activations": each}) for each in ("keep", "offload-products")),
@@ -217,10 +217,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
         ("wide", {"activations": each, "lora": True, "resident": 0})
         for each in ("recompute", "keep", "offload")
     ),
-    *(
-        ("deep", {"activations": each, "lora": True, "slots": 2, "resident": 0})
-        for each in ("recompute", "offload")
-    ),
+    ("deep", {"activations": "offload", "lora": True, "slots": 2, "resident": 0}),
     ("wide", {"lora": True, "device_memory": "76MiB"}),
     # What auto makes of budgets between the least and what keeps all: some of everything.
     *((shape, {"device_memory": size}) for shape, size in AUTO),
