@@ -63,7 +63,7 @@ def compare(directory: Path, share: float = 0.25) -> dict[str, Any]:
         try:
             got = [embed(model, inputs) for _ in range(3)]
             found = runner_of(model).inference_statistics()
-            held = runner_of(model).session.ledger.high_water("device")
+            held = runner_of(model).session.ledger.statistics()["device"].high_water_bytes
         finally:
             runner_of(model).close()
     assert found is not None

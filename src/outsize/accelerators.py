@@ -242,7 +242,7 @@ class Devices:
         """Return how often torch found no memory on an accelerator and gave all that was free back to the driver."""
         if not self.accelerated:
             return 0
-        statistics = getattr(module_of(self.kind), "memory_stats", lambda _: {})
+        statistics: Any = getattr(module_of(self.kind), "memory_stats", lambda _: {})
         return sum(int(statistics(index).get("num_alloc_retries", 0)) for index in set(self.indices))
 
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from contracts import GroupContract, ThreadWorld, in_ranks
-from contracts.group_contract import even_ranges
 from outsize.errors import LostRankError
 from outsize.group.gloo import GlooGroup
 from outsize.group.group import SingleGroup
