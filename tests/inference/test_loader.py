@@ -146,7 +146,3 @@ def test_an_error_reaches_whoever_asks_and_the_next_pass_works():
         for _ in range(2):
             for unit in range(NUM_UNITS):
                 use(loader, unit)
-
-
-def is_kept(loader: Loader, unit: int) -> bool:
-    return unit in loader._kept and unit in loader._there
