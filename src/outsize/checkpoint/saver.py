@@ -229,10 +229,9 @@ class Saver:
             self._announce(Detail(f"saved {saving.path}"))
         elif saving.error is not None:
             self.num_failed += 1
-            saved = self._saved_step
             stands = (
-                f"the newest checkpoint is still {name_of(saved)}"
-                if saved >= 0
+                f"the newest checkpoint is still {name_of(self._saved_step)}"
+                if self._saved_step >= 0
                 else "there is no checkpoint yet"
             )
             self._announce(f"warning: {saving.error}; the run goes on, {stands}")
@@ -248,8 +247,7 @@ def _beside(prepared: Job, announce: Callable[[str], None]) -> Beside:
     if not prepared.reply_end:
         return beside
     config = given or GenerationConfig.from_model_config(prepared.hf_config)
-    trusted = prepared.config.model.trust_remote_code
-    tokenizer = load_tokenizer(prepared.directory, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(prepared.directory, trust_remote_code=prepared.config.model.trust_remote_code)
     if stop_at(prepared.reply_end, tokenizer, config, announce):
         beside = {**beside, GENERATION: zlib.compress(config.to_json_string(use_diff=True).encode(), 1)}
     return beside
