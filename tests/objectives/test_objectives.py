@@ -268,7 +268,7 @@ def test_text_stops_where_the_replies_of_an_objective_end(objective: str, method
     user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     asked = {"prompt": [user], "chosen": [good], "rejected": [{**good, "content": "b"}]}
     judged = {"prompt": [user], "completion": [good]}
-    records = {
+    records: dict[str, list[dict[str, Any]]] = {
         "kto": [{**judged, "label": True}, {**judged, "label": False}],
         "distill": [{"messages": [user, good]}],
     }

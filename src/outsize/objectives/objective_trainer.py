@@ -30,7 +30,7 @@ from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Interrupt
 from outsize.training.loop import Progress
 from outsize.training.records import StepRecord
-from outsize.wrapped.generating import generation_config_as_it_is
+from outsize.wrapped.inferring import generation_config_as_it_is
 from outsize.wrapped.loop_records import LoopRecords
 from outsize.wrapped.module import is_wrapped, runner_of
 from outsize.wrapped.optimizer import AdamW, clip_grad_norm_
