@@ -30,7 +30,7 @@ ARROWS = {
     "config": GROUND | {"accelerators", "choices", "codecs.codec_spec", "optim.optimizer_names"},
     "native": set(),
     "hardware": GROUND | {"accelerators", "native.library"},
-    "codecs": GROUND | {"native"},
+    "codecs": GROUND | {"accelerators", "native"},
     "model.sizes": GROUND,
     "checkpoint.files": GROUND | {"model.sizes"},
     "compat": set(),
@@ -84,7 +84,7 @@ ARROWS = {
         "planner.search",
         "planner.simulate",
     },
-    "storage": GROUND | {"codecs", "model.sizes", "optim.optimizer_spec", "optim.shares"},
+    "storage": GROUND | {"accelerators", "codecs", "model.sizes", "optim.optimizer_spec", "optim.shares"},
     "group": GROUND,
     "runtime.device": GROUND | {"accelerators", "hardware", "native", "planner.program", "storage"},
     "runtime.forward": GROUND | {"accelerators", "compat", "model", "runtime.device"},
@@ -104,7 +104,16 @@ ARROWS = {
         "storage",
     },
     "runtime.engine": GROUND
-    | {"model", "optim", "planner", "runtime.device", "runtime.forward", "runtime.ops", "storage"},
+    | {
+        "accelerators",
+        "model",
+        "optim",
+        "planner",
+        "runtime.device",
+        "runtime.forward",
+        "runtime.ops",
+        "storage",
+    },
     "runtime.trial": GROUND
     | {
         "accelerators",
