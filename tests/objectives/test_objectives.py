@@ -257,7 +257,7 @@ def test_a_model_is_measured_on_the_form_that_it_is_trained_on(trained: str, tmp
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("objective", ["dpo", "kto", "distill"])
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
 def test_text_stops_where_the_replies_of_an_objective_end(objective: str, method: str, tmp_path: Path):
     config = make_run(
         tmp_path,

@@ -18,7 +18,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.model.build import is_masked
 from outsize.objectives.objective_models import Row
-from outsize.objectives.objective_records import Classes, as_dataset, as_read, read_rows
+from outsize.objectives.objective_records import Classes, as_dataset, as_read, as_texts, read_rows
 from outsize.objectives.recipes import RECIPES, ROW, Recipe, TeacherLogits, teacher_logits_of
 from outsize.storage.directory import temporary_directory
 from outsize.training.defaults import settle
@@ -128,6 +128,9 @@ def _for_trl(
         )
         rows = [as_read(chat, row, config.data.path) for row in rows]
         measured = measured and [as_read(chat, row, config.data.path) for row in measured]
+        if recipe.takes_texts:
+            rows = as_texts(rows, tokenizer)
+            measured = measured and as_texts(measured, tokenizer)
         end = reply_end(chat.render)
     else:
         _tell_idle(config, announce)

@@ -87,6 +87,12 @@ def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
     return {**row, **changed}
 
 
+def as_texts(rows: Sequence[Row], tokenizer: Any) -> list[Row]:
+    """Return conversations of pairs as the texts that TRL makes of them by the tokenizer's template."""
+    trl: Any = importlib.import_module("trl.data_utils")
+    return [trl.apply_chat_template(trl.maybe_extract_prompt(row), tokenizer) for row in rows]
+
+
 def as_dataset(rows: list[Row]) -> Any:
     """Return rows as a dataset whose messages come out as they went in.
 

@@ -45,6 +45,8 @@ class Recipe:
         takes_head: whether the forward takes the weight of the head itself, as those of some of TRL's trainers do.
         compares: whether the model is held to what it was: to itself without adapters, or to a frozen one.
         has_perplexity: whether the loss is one of tokens.
+        takes_texts: whether the trainer puts the texts of a template where the messages stood, in columns whose
+            type datasets keeps: a text in a column of lists of JSON is cut into its characters.
     """
 
     auto: str = "AutoModelForCausalLM"
@@ -56,6 +58,7 @@ class Recipe:
     takes_head: bool = False
     compares: bool = False
     has_perplexity: bool = False
+    takes_texts: bool = False
 
     @property
     def by_trl(self) -> bool:
@@ -73,7 +76,10 @@ RECIPES: Final[Mapping[str, Recipe]] = {
         trainer="trl:DPOTrainer", arguments="trl:DPOConfig", takes_head=True, compares=True, **_PAIRS_OFFERED
     ),
     "orpo": Recipe(
-        trainer="trl.experimental.orpo:ORPOTrainer", arguments="trl.experimental.orpo:ORPOConfig", **_PAIRS
+        trainer="trl.experimental.orpo:ORPOTrainer",
+        arguments="trl.experimental.orpo:ORPOConfig",
+        takes_texts=True,
+        **_PAIRS,
     ),
     "kto": Recipe(
         fields=("prompt", "completion", "label"),
