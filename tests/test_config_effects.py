@@ -77,6 +77,7 @@ CASES: dict[str, tuple[str, list[tuple[list[str], Surroundings]]]] = {
             (["train.save_minutes=0", "train.save_every=100"], SEVERAL),
         ],
     ),
+    "train.program": ("mine.py:late", [([DPO], ONE)]),
     "train.resume": ("auto", [([], ONE)]),
     "train.profile_steps": ("1", [(["train.steps=2"], ONE), ([DPO], ONE)]),
     "train.stall_factor": ("20.0", [(["train.on_stall=ignore"], ONE), ([DPO], ONE)]),

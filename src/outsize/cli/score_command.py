@@ -99,7 +99,7 @@ def score(options: ScoreOptions, output: Output) -> None:
         to_do = range(results.num_done, len(texts))
         if options.in_files:
             output.say(_tell_size(options, writer, (texts[number] for number in to_do)))
-        scored = (text for number in to_do if (text := texts[number]) is not None)
+        scored = (text for text in (texts[number] for number in to_do) if text is not None)
         scores = writer.score(scored, options.want, **choice)
         for number in to_do:
             text = texts[number]
