@@ -226,7 +226,8 @@ class PlannedStep:
             ProgramError: it breaks a rule, or holds more activations than the plan has room for; shows where.
         """
         layout, elements = self._simulated()
-        plan = replace(self.plan, layout=layout, tile_elements=elements).walking(lambda _: text)
+        plan = replace(self.plan, layout=layout, tile_elements=elements)
+        plan = replace(plan, user_programs=(plan.program,)).walking(lambda _: text)
         return simulate((plan.program,) * NUM_STEPS, layout, costs)
 
     def _simulated(self) -> tuple[StepLayout, int]:
