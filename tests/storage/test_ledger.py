@@ -1,3 +1,4 @@
+import gc
 import threading
 
 import pytest
@@ -5,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import BudgetExceededError
-from outsize.storage.ledger import Ledger
+from outsize.storage.ledger import Arena, Ledger
+from patience import PATIENCE_S
 
 
 def test_the_sum_of_reservations_never_exceeds_the_budget():
@@ -97,3 +99,40 @@ def test_threads_share_one_budget():
     for thread in threads:
         thread.join()
     assert len(granted) == ledger.used("host") == 50
+
+
+class Collecting(str):
+    """A name at which the collector runs."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        gc.collect()
+        return super().__hash__()
+
+
+def test_the_collector_lets_an_arena_go_in_the_middle_of_a_reservation():
+    """As it may at any call; what was a cycle had the ledger's own thread wait for itself."""
+    ledger = Ledger({"host": 8192})
+    ledger.reserve("host", Collecting("moments"), 4096)
+    said: list[str] = []
+
+    def reserve() -> None:
+        with pytest.raises(BudgetExceededError) as refused:
+            ledger.reserve("host", "weights", 8192)
+        said.append(str(refused.value))
+
+    gc.disable()
+    try:
+        arena = Arena(ledger=ledger)
+        arena.take(4096, "keys and values")
+        cycle: list[object] = [arena]
+        cycle.append(cycle)
+        del arena, cycle
+        thread = threading.Thread(target=reserve, daemon=True)
+        thread.start()
+        thread.join(PATIENCE_S)
+    finally:
+        gc.enable()
+    assert said
+    assert ledger.used("host") == 4096

@@ -96,7 +96,7 @@ class Ledger:
         self._held: dict[str, set[Reservation]] = {tier: set() for tier in budgets}
         self._used = dict.fromkeys(budgets, 0)
         self._high_water = dict.fromkeys(budgets, 0)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector, which may run at any call, lets arenas go
 
     def reserve(self, tier: str, what: str, num_bytes: int) -> Reservation:
         """Take ``num_bytes`` of ``tier`` for ``what``.
@@ -107,14 +107,14 @@ class Ledger:
         """
         if num_bytes < 0:
             raise ValueError(f"cannot reserve {num_bytes} bytes for {what}")
+        reservation = Reservation(self, tier, what, num_bytes)
         with self._lock:
             used = self._used[self._known(tier)] + num_bytes
             budget = self._budgets[tier]
             if budget is not None and used > budget:
                 raise BudgetExceededError(self._refusal(tier, what, num_bytes, budget))
-            reservation = Reservation(self, tier, what, num_bytes)
-            self._held[tier].add(reservation)
             self._used[tier] = used
+            self._held[tier].add(reservation)
             self._high_water[tier] = max(self._high_water[tier], used)
         return reservation
 
@@ -149,7 +149,7 @@ class Ledger:
     def _refusal(self, tier: str, what: str, num_bytes: int, budget: int) -> str:
         """Draw the table of what is held, largest first, equal names summed."""
         by_name: dict[str, int] = {}
-        for reservation in self._held[tier]:
+        for reservation in tuple(self._held[tier]):
             by_name[reservation.what] = by_name.get(reservation.what, 0) + reservation.num_bytes
         rows = sorted(by_name.items(), key=lambda row: (-row[1], row[0]))
         width = max((len(name) for name in by_name), default=0)
