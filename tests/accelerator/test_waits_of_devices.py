@@ -78,6 +78,7 @@ def test_threads_that_enter_a_lane_at_once_share_its_stream(device: Device, monk
     enter()
     assert len(entered) == 2
     assert entered[0].stream_id == entered[1].stream_id
+    assert len(driver._UNUSED[device.torch_device, "compute"]) == 1  # what the first has made for nothing
 
 
 def test_memory_is_given_back_when_lanes_are_done_with_it(device: Device):

@@ -42,10 +42,14 @@ class Streams:
         name = _shared(lane)
         stream = self._by_lane.get(name)
         if stream is None:
-            unused = _UNUSED[self._device, name]
-            candidate = unused.pop() if unused else self._torch.Stream(self._device)
             # A worker's thread and another's, which touches the same device, may both come first.
+            try:
+                candidate = _UNUSED[self._device, name].pop()
+            except IndexError:
+                candidate = self._torch.Stream(self._device)
             stream = self._by_lane.setdefault(name, candidate)
+            if stream is not candidate:
+                _UNUSED[self._device, name].append(candidate)
         return stream
 
     def current(self, lane: str) -> AbstractContextManager[Any]:

@@ -108,7 +108,7 @@ class Engine:
         self._asynchronous = resources.device.asynchronous
         self._arrivals = {}
         if self._asynchronous:
-            self._arrivals = {id(program): arrivals_behind(program.ops) for program in plan.programs}
+            self._arrivals = {id(program): arrivals_behind(program.ops) for program in self._programs}
         self._links = links_of(self._crew, layout.peers, self.exchange, self.optimizer)
         self._executor = self._open_lanes(resources)
 

@@ -201,7 +201,7 @@ class EngineSettings:
         needed: how far recomputes have to go, see `Measured.needed`.
         num_products: how many products backwards need, see `Measured.num_products`.
         num_threads: compute threads of each lane that computes.
-        draws_random: whether units draw random numbers; workers that share a generator then compute one at a time.
+        draws_random: whether units draw random numbers; several workers then compute one at a time.
         observe_gradient: sees each gradient before it leaves the device.
         describe: what a home that commits is told of each step.
     """
