@@ -352,8 +352,8 @@ LINK_RULES: Final[tuple[Rule, ...]] = (
         part="link",
         look=wrong_node,
         causes=(
-            "bound to processors of another node: taskset, numactl, Slurm, or a container's cpuset; a run "
-            "({memory.numa}) never leaves those",
+            "bound to processors of another node: taskset, numactl, Slurm, or a container's cpuset; "
+            "{a run (memory.numa) never leaves|your program never leaves} those",
         ),
         fix="numactl --cpunodebind=NODE --membind=NODE {outsize train run.yaml|your program}, of the node found",
         verify="outsize probe --compare machine.json under the same numactl",
@@ -363,11 +363,12 @@ LINK_RULES: Final[tuple[Rule, ...]] = (
         part="link",
         look=device_rules.far_memory,
         causes=(
-            "a process that is not bound has its pages on whichever node first writes them: a run binds itself to the "
-            "node of its device ({memory.numa}) only where processors and memory there suffice",
+            "a process that is not bound has its pages on whichever node first writes them: {a run binds itself to the "
+            "node of its device (memory.numa) only where processors and memory there suffice|outsize binds no loop}",
         ),
-        fix="leave {memory.numa} auto, and set OMP_NUM_THREADS to a node's cores where `numa` in run.json says that "
-        "threads are too many; else numactl --cpunodebind=NODE --membind=NODE {outsize train run.yaml|your program}",
+        fix="{leave memory.numa auto, and set OMP_NUM_THREADS to a node's cores where `numa` in run.json says that "
+        "threads are too many; else|bind it:} numactl --cpunodebind=NODE --membind=NODE "
+        "{outsize train run.yaml|your program}",
         verify="numa in run.json, or numastat -p PID: pages on one node",
     ),
     Rule(
