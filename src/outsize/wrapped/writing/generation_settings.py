@@ -29,14 +29,9 @@ BY_SCORES = frozenset(
         *("do_sample", "temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff"),
         *("eta_cutoff", "num_beams", "early_stopping", "length_penalty", "diversity_penalty"),
         *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "min_new_tokens"),
-        *(
-            "exponential_decay_length_penalty",
-            "remove_invalid_values",
-            "renormalize_logits",
-            "guidance_scale",
-        ),
-        *("stop_strings", "max_time", "eos_token_id", "bos_token_id", "decoder_start_token_id"),
-        "prefill_chunk_size",
+        *("exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits"),
+        *("guidance_scale", "stop_strings", "max_time", "eos_token_id", "bos_token_id"),
+        *("decoder_start_token_id", "prefill_chunk_size"),
     ]
 )
 # These look at the tokens before, or count them, padding among them; each with what it is where it does nothing.
