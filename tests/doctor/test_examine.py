@@ -269,7 +269,7 @@ def test_every_rule_speaks_to_a_loop_of_the_users_own_in_its_terms(tmp_path, hom
         "activations": [["recompute"]],
     }
     facts = Facts(recorded=run(tmp_path, about={"wrapped": True}, config={}, plan=plan))
-    taken = {*signature(outsize.wrap).parameters, *MemoryConfig.model_fields} - {"numa"}  # which binds no loop
+    taken = {*signature(outsize.wrap).parameters, *MemoryConfig.model_fields} - {"numa"}  # binds none
     for rule in RULES:
         fixes = (rule.fix,) if isinstance(rule.fix, str) else rule.fix
         steps = []
