@@ -71,7 +71,8 @@ def store(kind: str, name: str, content: bytes) -> None:
 
 def _prune(directory: Path) -> None:
     """Remove all but the newest entries, and what processes that were killed have left unfinished."""
-    by_age = sorted(((entry.stat().st_mtime, entry.path) for entry in os.scandir(directory)), reverse=True)
+    with os.scandir(directory) as entries:
+        by_age = sorted(((entry.stat().st_mtime, entry.path) for entry in entries), reverse=True)
     for _, path in by_age[MOST_ENTRIES:]:
         os.unlink(path)
 
