@@ -366,9 +366,8 @@ LINK_RULES: Final[tuple[Rule, ...]] = (
             "a process that is not bound has its pages on whichever node first writes them: {a run binds itself to the "
             "node of its device (memory.numa) only where processors and memory there suffice|outsize binds no loop}",
         ),
-        fix="{leave memory.numa auto, and set OMP_NUM_THREADS to a node's cores where `numa` in run.json says that "
-        "threads are too many; else|bind it:} numactl --cpunodebind=NODE --membind=NODE "
-        "{outsize train run.yaml|your program}",
+        fix="{leave memory.numa auto; OMP_NUM_THREADS: a node's cores where `numa` in run.json finds too many threads; "
+        "else|bind it:} numactl --cpunodebind=NODE --membind=NODE {outsize train run.yaml|your program}",
         verify="numa in run.json, or numastat -p PID: pages on one node",
     ),
     Rule(
