@@ -1,8 +1,11 @@
 """A wrapped model over several workers: what the loop computes is what one device computes, bit for bit."""
 
 import gc
+import random
+from functools import partial
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -12,6 +15,7 @@ import outsize
 import zoo
 from outsize.errors import ConfigError, ModelError
 from outsize.runtime.forward.staged_run import StagedRun
+from outsize.session.session import Session
 from outsize.wrapped.module import runner_of
 from wrapped.loops import assert_equal, gradients, resident_backward, streamed_backward, train, wrapped
 
@@ -24,6 +28,29 @@ WAYS: dict[str, dict[str, Any]] = {
     "both": {"activations": "offload-attention", "transport": {"weights": "lossless3"}},
     "disk": {"home": "disk"},
 }
+
+
+@pytest.mark.parametrize(
+    ("draws", "in_turn"),
+    [(None, False), (partial(torch.rand, ()), True), (random.random, True), (np.random.random, True)],
+)
+def test_workers_take_turns_where_random_numbers_are_drawn(
+    draws: Any, in_turn: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The generators of Python, numpy and the CPU are one for all workers; else these compute at once."""
+    opened, open_engine = [], Session.open_engine
+
+    def noted(session: Session, *given: Any) -> Any:
+        opened.append(given[-1].draws_random)
+        return open_engine(session, *given)
+
+    monkeypatch.setattr(Session, "open_engine", noted)
+    model = zoo.build("llama")
+    if draws is not None:
+        model.model.layers[1].register_forward_pre_hook(lambda *_: (draws(), None)[1])
+    with wrapped(model, microbatches=2, **FOUR) as model:
+        streamed_backward(model, BATCH)
+    assert opened[-1] is in_turn
 
 
 def test_a_model_that_trains_in_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch):

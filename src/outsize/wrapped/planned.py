@@ -69,19 +69,21 @@ class _SetAside:
         leaving: what a forward keeps and leaves the device, by unit and microbatch.
         offload_rooms: the room for that.
         extent_bytes: of the largest input that is saved below the device.
+        draws_random: whether random numbers are drawn, for which several workers take turns.
     """
 
     layout: StepLayout
     leaving: Kept
     offload_rooms: Mapping[Extent, tuple[int, int]]
     extent_bytes: int
+    draws_random: bool
 
     @classmethod
     def of(cls, plan: Plan, measured: Measured) -> Self:
         """Return what an engine for ``plan`` is made for."""
         leaving = plan.layout.kept if plan.layout.any_leaves else ()
         extent = extent_bytes(plan, measured.boundary_bytes)
-        return cls(replace(plan.layout, kept=()), leaving, plan.offload_rooms, extent)
+        return cls(replace(plan.layout, kept=()), leaving, plan.offload_rooms, extent, measured.draws_random)
 
 
 class Planned(ModelAtHome):
@@ -284,6 +286,7 @@ class Planned(ModelAtHome):
             max_grad_norm=float("inf"),
             graph_in_forward=self._measured.graph_matters,
             effects=self._measured.effects,
+            draws_random=self._measured.draws_random,
             num_threads=torch.get_num_threads(),
         )
         engine = self.session.open_engine(self.split, plan, self._measured.boundary_bytes, settings)

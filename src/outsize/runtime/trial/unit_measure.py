@@ -1,5 +1,6 @@
 """Measure one unit of a trial: its forward, its backward, and what it does besides returning tensors."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -142,10 +143,11 @@ class UnitMeasure:
         return random_states(self._device)
 
     def note_random(self, before: States) -> None:
-        """Note whether random numbers of torch's were drawn since ``before``."""
+        """Note whether random numbers of torch's, Python's or numpy's were drawn since ``before``."""
         now = self.random_states()
         pairs = ((before.cpu, now.cpu), (before.device, now.device))
         self._row.random |= any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+        self._row.random |= pickle.dumps(before[2:]) != pickle.dumps(now[2:])
 
     def _measure(
         self, unit: int, call: UnitCall, live: LiveBytes, effects: UnitEffects
