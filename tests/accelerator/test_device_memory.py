@@ -13,6 +13,7 @@ from accelerator.caching_allocator import CachingAllocator, OutOfMemoryError
 from devices import IS_MADE_UP
 from outsize.accelerators import Devices
 from outsize.errors import ExecutionError
+from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE
 from outsize.planner.program.program import Lane
 from outsize.runtime.device.device import open_device
 from outsize.runtime.device.driver import Streams
@@ -59,6 +60,18 @@ def test_slots_that_find_no_memory_are_an_error_that_says_what_to_set():
             r"memory.device_memory",
         ):
             device.allocate(32 * MIB, "weights")
+    finally:
+        device.close()
+
+
+def test_what_is_set_ahead_has_half_of_the_margin_in_it_where_there_is_as_much():
+    device = open_device(Devices.parse("late:0"))
+    late.set_limit(0, 18 * MIB)
+    try:
+        for planned, size in ((9, 9.5), (18, 18), (19, 0)):
+            block = device.set_ahead(planned * MIB, Lane("compute", 0))
+            assert (0 if block is None else block.nbytes) == pytest.approx(size * MIB, abs=1), planned
+            del block
     finally:
         device.close()
 
@@ -134,6 +147,7 @@ def notes_of(
     shape: str = "wide",
     *,
     lora: bool = False,
+    base: str = "raw",
     **memory: Any,
 ) -> SimpleNamespace:
     """Return what a run of three steps allocates on the device: before its lanes begin, and up to each step."""
@@ -154,7 +168,7 @@ def notes_of(
             "steps": 3,
             **({"method": "lora"} if lora else {}),
         },
-        **({"lora": LORA} if lora else {}),
+        **({"lora": {**LORA, "base_codec": base}} if lora else {}),
         memory={"device": "late:0", "home": "host", **memory},
     )
     taken = SimpleNamespace(before=[], steps=[], planned=0)
@@ -162,7 +176,7 @@ def notes_of(
 
     def opened(session: Session, split: Any, plan: Any, *args: Any, **named: Any) -> Any:
         taken.before = late.native().take_notes(True)
-        taken.planned = sum(size for name, size in plan.memory["device"].items() if name != "fixed")
+        taken.planned = sum(plan.memory["device"].values()) - CUBLAS_BYTES
         return of_session(session, split, plan, *args, **named)
 
     monkeypatch.setattr(Session, "open_engine", opened)
@@ -192,15 +206,15 @@ def test_recomputes_end_where_the_needs_of_backwards_end_with_attention_of_a_dev
         assert each._needed == needed
 
 
-def retries_by_step(notes: SimpleNamespace, limit: int, lag: int) -> Sequence[int]:
-    """Return how often torch's allocator would flush in each step, all tensors 64 times as large: a model of 8B."""
+def retries_by_step(notes: SimpleNamespace, scale: int, lag: int) -> Sequence[int]:
+    """Return how often torch's allocator would flush in each step, all tensors ``scale`` times as large."""
     allocator = CachingAllocator(lag=lag)
-    allocator.run(notes.before, 64)
+    allocator.run(notes.before, scale)
     allocator.empty_cache()  # `open_device` does
-    allocator.limit = limit
+    allocator.limit = int(notes.planned * scale / DEVICE_SHARE)
     counts = []
     for step in notes.steps:
-        allocator.run(step, 64)
+        allocator.run(step, scale)
         counts.append(allocator.retries - sum(counts))
     return counts
 
@@ -217,7 +231,11 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
         ("wide", {"activations": each, "lora": True, "resident": 0})
         for each in ("recompute", "keep", "offload")
     ),
-    ("deep", {"activations": "offload", "lora": True, "slots": 2, "resident": 0}),
+    *(
+        ("deep", {"activations": each, "lora": True, "slots": 2, "resident": 0, **base})
+        for each, base in (("offload", {}), ("recompute", {}), ("recompute", {"base": "nf4"}))
+    ),
+    ("wide", {"activations": "offload-attention", "lora": True, "slots": 2, "resident": 0}),
     ("wide", {"lora": True, "device_memory": "76MiB"}),
     # What auto makes of budgets between the least and what keeps all: some of everything.
     *((shape, {"device_memory": size}) for shape, size in AUTO),
@@ -229,10 +247,13 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 def test_a_plan_fits_torchs_allocator(
     shape: str, memory: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The margin of a budget is a tenth: within it nothing is flushed, and no more than it is reserved."""
+    """The margin of a budget is a tenth: within it nothing is flushed, and no more than it is reserved.
+
+    As a model of 8B, whose segments are rounded, and as a larger one, which has tensors of a tenth of its plan, too.
+    """
     notes = notes_of(tmp_path, monkeypatch, shape, **{"device_memory": "512MiB", **memory})
-    for lag in (0, 200):
-        assert retries_by_step(notes, int(notes.planned * 64 / 0.9), lag) == [0, 0, 0]
+    for scale, lag in ((64, 0), (64, 200), (256, 0), (256, 200)):
+        assert retries_by_step(notes, scale, lag) == [0, 0, 0]
 
 
 @pytest.mark.filterwarnings("ignore")

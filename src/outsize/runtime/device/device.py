@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outsize.accelerators import Devices, catch_up, check_here, module_of, new_event
 from outsize.errors import ExecutionError
+from outsize.hardware.machine_spec import DEVICE_SHARE
 from outsize.planner.program.program import lane_named
 from outsize.runtime.device.driver import Streams, last_calls
 from outsize.runtime.device.heap import ResidentLimit
@@ -239,7 +240,9 @@ class Accelerator(Device):
         self._reservations: list[Reservation] = []
         # What was timed or compiled has left its memory in the pools of other streams, where no lane can use it.
         self._torch.empty_cache()
-        self._hold_to_free_memory(device)
+        # Of more than is free now Windows would take RAM, at the rate of the link.
+        ((free, total),) = device.memory_info()
+        self._limit_memory((free + self._torch.memory_reserved(self.torch_device)) / total)
         with self._torch.device(self.torch_device):
             self._origin = new_event(device.kind)
             self._origin.record()
@@ -262,15 +265,14 @@ class Accelerator(Device):
         return tensor
 
     def set_ahead(self, num_bytes: int, lane: str) -> Tensor | None:
-        """See `Device.set_ahead`; torch's allocator cuts it up: of smaller blocks none would serve what is larger."""
-        with self.behind(lane), contextlib.suppress(torch.OutOfMemoryError):
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-        return None
+        """See `Device.set_ahead`; torch's allocator cuts it up: of smaller blocks none would serve what is larger.
 
-    def _hold_to_free_memory(self, device: Devices) -> None:
-        """Have torch reserve no more than is free now: Windows would go on in RAM, at the rate of the link."""
-        ((free, total),) = device.memory_info()
-        self._limit_memory((free + self._torch.memory_reserved(self.torch_device)) / total)
+        Half of a budget's margin is in it, too, if there is as much: of gaps between tensors none would, either.
+        """
+        for size in (int(num_bytes * (1 + 1 / DEVICE_SHARE) / 2), num_bytes):
+            with self.behind(lane), contextlib.suppress(torch.OutOfMemoryError):
+                return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        return None
 
     def _limit_memory(self, share: float) -> None:
         limit = getattr(self._torch, "set_per_process_memory_fraction", None)
