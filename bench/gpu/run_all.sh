@@ -58,9 +58,10 @@ run_accelerator() {
 }
 
 run_verify() {
-    local work
+    local work shape=llama-100m
+    [[ $DEVICE == cuda ]] || shape=llama-10m
     work=$(mktemp -d)
-    part model 120 "$PYTHON" bench/shapes.py llama-100m "$work"
+    part model 120 "$PYTHON" bench/shapes.py "$shape" "$work"
     for options in "bf16 host" "bf16 disk" "fp32 host" "bf16 host memory.activations=offload-attention" \
         "bf16 host memory.activations=offload" "bf16 host optimizer.masters=split --set optimizer.clip=unit"; do
         read -r dtype home more <<<"$options"
