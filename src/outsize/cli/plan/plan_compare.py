@@ -18,7 +18,7 @@ from outsize.planner.predict.alternatives import (
     alternatives,
     managed_tokens_per_s,
 )
-from outsize.planner.predict.decision_search import fits_at_all
+from outsize.planner.predict.fits import fits_at_all
 from outsize.planner.predict.prediction import Prediction
 from outsize.units import format_bytes
 

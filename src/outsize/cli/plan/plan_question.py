@@ -31,7 +31,7 @@ from outsize.hardware.machine_spec import (
     Machine,
 )
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.predict.decision_search import fits_at_all, fits_encoded
+from outsize.planner.predict.fits import fits_at_all, fits_encoded
 from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.question import Question
 from outsize.planner.search.step_plan import Budgets

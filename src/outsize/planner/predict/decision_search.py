@@ -13,18 +13,20 @@ one.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import Any
 
 from outsize.codecs.codec_spec import LOSSLESS3, LOSSLESS4
-from outsize.codecs.transport import Transport
 from outsize.errors import ConfigError, InfeasiblePlanError
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.memory.step_bytes import packed_bytes
 from outsize.planner.predict.decision import Decision
+from outsize.planner.predict.fits import tiers_of
 from outsize.planner.predict.question import MicrobatchCost, Question
 from outsize.planner.search.forward_plan import why_not_resident
 from outsize.planner.search.microbatch_search import (
@@ -32,10 +34,11 @@ from outsize.planner.search.microbatch_search import (
     PER_GPU,
     cuts_to_try,
     may_shorten,
+    most_gained_s,
     rounds_to_try,
     search_cuts,
 )
-from outsize.planner.search.plan_stages import estimate_s, fits_stages, plan_stages, without_peers
+from outsize.planner.search.plan_stages import estimate_s, plan_stages, without_peers
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets, Plan, plan_step, shortage_of
 
@@ -198,13 +201,29 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
 def _searched_at(question: Question, home: Tier) -> Decision:
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
-    ways = cache(lambda microbatches: _ways(question, microbatches, home))
+    looked_at: list[Decision] = []
+
+    @cache
+    def ways(microbatches: int, linked: bool) -> list[Decision]:
+        asked = question if linked else replace(question, linked=False)
+        found = _ways(asked, microbatches, home)
+        if several or question.brief or not question.timed:
+            return found
+        known = [way for way in looked_at if "simulated" in vars(way)]
+        looked_at.extend(found)
+        return [next((other for other in known if _takes_no_less(way, other)), way) for way in found]
 
     def may_gain(best: Decision, microbatches: int) -> bool:
         if several:
             return _may_gain(best, microbatches)
-        bound_s = NEAR * min(way.bound_s for way in ways(microbatches))
+        new = (way for way in ways(microbatches, True) if way.microbatches == microbatches)
+        bound_s = NEAR * min((way.bound_s for way in new), default=inf)
         return bound_s < best.least_s or bound_s < best.compared_s
+
+    def take(microbatches: int) -> Decision:
+        return _handed_over(
+            _offloading(_faster(*ways(microbatches, True)), lambda count: _faster(*ways(count, False)))
+        )
 
     def is_enough(best: Decision) -> bool:
         little = 1 - 1 / NEAR
@@ -214,12 +233,24 @@ def _searched_at(question: Question, home: Tier) -> Decision:
 
     return search_cuts(
         cuts if named is None else (named,),
-        lambda microbatches: _handed_over(_offloading(_faster(*ways(microbatches)))),
+        take,
         lambda candidate, best: candidate.is_less(1 / NEAR, best),
         may_gain=may_gain,
         is_enough=is_enough if named is None else lambda _: True,
         may_fit=lambda error: "device" in error.short_by or (home == "host" and named is None),
     )
+
+
+def _takes_no_less(way: Decision, known: Decision) -> bool:
+    """Return whether a step of one worker takes no percent less than a ``known`` one of larger microbatches.
+
+    Lanes fill and drain for as long as a microbatch of a unit takes.
+    """
+    times, layout = known.microbatch.times, known.plan.layout
+    longest_s = max(a + b for a, b in zip(times.forward_s[: layout.last], times.backward_s, strict=False))
+    gained_s = longest_s * (1 - known.microbatches / way.microbatches)
+    gained_s += most_gained_s((way.plan.layout, way.lanes), (layout, known.lanes))
+    return gained_s <= (1 - 1 / NEAR) * known.step_s
 
 
 def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:
@@ -299,7 +330,7 @@ def plan_within(model: ModelSpec, demand: Demand, budgets: Budgets, options: Pla
     return make(model, demand, budgets, options)
 
 
-def _offloading(decision: Decision) -> Decision:
+def _offloading(decision: Decision, staying_at: Callable[[int], Decision]) -> Decision:
     """Return ``decision``, or where things leave the device unasked what keeps them there, if that is no slower.
 
     Stages are compared with both where they are cut.
@@ -308,7 +339,7 @@ def _offloading(decision: Decision) -> Decision:
     is_fixed = question.options.activations != "auto" or question.num_workers > 1 or question.brief
     if is_fixed or not plan.layout.any_leaves:
         return decision
-    staying = planned_at(replace(question, linked=False), decision.microbatches, plan.home)
+    staying = staying_at(decision.microbatches)
     if not decision.is_less(1 - GAIN, staying):
         return _same(staying, question=question)
     return _same(decision, former={**decision.former, "memory.activations": staying})
@@ -361,36 +392,3 @@ def clocked_s(question: Question, microbatches: int, home: Tier) -> float:
     one = question.microbatch(microbatches)
     options = question.options_for(microbatches, home, one.times)
     return estimate_s(question.model, one.demand, question.budgets, options)
-
-
-def tiers_of(question: Question) -> tuple[Tier, ...]:
-    """Return where the home may be, the fastest first.
-
-    Raises:
-        ConfigError: on a disk that the machine does not have.
-    """
-    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
-    if question.home == "disk" and question.machine.disk is None:
-        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
-    return homes[question.home] if question.machine.disk is not None else ("host",)
-
-
-def fits_at_all(question: Question) -> bool:
-    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
-    count = question.microbatches
-    assert count is not None
-    one, sizes = question.microbatch(count), list(question.round_sizes(count))
-
-    def fits(tier: Tier, size: int) -> bool:
-        options = question.options_for(count, tier, one.times, size)
-        if options.num_workers > 1:
-            return fits_stages(question.model, one.demand, question.budgets, options)
-        return not shortage_of(question.model, one.demand, question.budgets, options)
-
-    # The smallest round asks for the least, one of all microbatches for the least at home.
-    return any(fits(tier, size) for tier in tiers_of(question) for size in {sizes[-1], sizes[0]})
-
-
-def fits_encoded(question: Question) -> bool:
-    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
-    return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))

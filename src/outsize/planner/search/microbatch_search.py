@@ -12,7 +12,8 @@ loads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
+from math import inf
 from typing import TypeVar
 
 from outsize.errors import InfeasiblePlanError
@@ -34,6 +35,8 @@ LARGEST_TOKENS = 32768
 PER_GPU, FULL_TOKENS = 4, 8192
 # What fewer sequences per microbatch have to gain, as a share of the step.
 NEAR = 1.01
+# Places of one sort, slots or buffers, beyond which more of them hide no more.
+PLACES = 3
 
 T = TypeVar("T")
 
@@ -137,6 +140,20 @@ def rounds_to_try(
         is_less = least[size].step_s * NEAR < step_s and size <= min(hidden, default=size)
         if is_less or (may_rest and size == sizes[-1] and len(layout.resident) < len(layout.step_order)):
             yield size
+
+
+def most_gained_s(one: tuple[StepLayout, Phases], other: tuple[StepLayout, Phases]) -> float:
+    """Return the seconds by which lanes do less in ``one`` step than in the ``other``; inf with more places for it."""
+
+    def places(layout: StepLayout) -> tuple[int, ...]:
+        shared = len(layout.slot_bytes), len(layout.accumulator_bytes)
+        return *shared, layout.prefetch_depth + 1, layout.num_host_buffers, layout.num_tile_buffers
+
+    (layout, lanes), (other_layout, other_lanes) = one, other
+    pairs = zip(places(layout), places(other_layout), strict=True)
+    if any(min(PLACES, more) > most for more, most in pairs):
+        return inf
+    return sum(max(0.0, b - a) for a, b in zip(astuple(lanes), astuple(other_lanes), strict=True))
 
 
 def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -> Phases:

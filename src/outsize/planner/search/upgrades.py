@@ -74,21 +74,25 @@ def spend(sizing: Sizing, demand: Demand, knobs: Knobs, fits: Callable[[Knobs], 
     def step_s(knobs: Knobs) -> float:
         return phases(sizing.layout(knobs), demand, rates).stepped_s
 
+    former_s = step_s(best)
+    choices = list(sizing.more_resident(knobs))
+    if choices and fits(choices[-1]):
+        best = min(best, _spend_on_moving(sizing, demand, choices[-1], fits), key=step_s)
     for start in _resident(sizing, knobs, fits):
         way = _spend_on_moving(sizing, demand, start, fits)
-        best = min(best, way, key=step_s)
+        best, way_s = min(best, way, key=step_s), step_s(way)
+        if way_s > former_s:  # and so it is with more of them
+            break
+        former_s = way_s
     return best
 
 
 def _resident(sizing: Sizing, knobs: Knobs, fits: Callable[[Knobs], bool]) -> Iterator[Knobs]:
-    """Yield knobs with some numbers of resident units: all, or as many as fit beside two slots, and fewer."""
-    choices = list(sizing.more_resident(knobs))
-    if choices and fits(choices[-1]):
-        yield choices[-1]
+    """Yield knobs with more and more resident units, in the end as many as fit beside two slots."""
     start = _upgraded(sizing, knobs, BEFORE_INPUTS[:2], fits)
     choices = list(sizing.more_resident(start))
     most = bisect_left(choices, True, key=lambda better: not fits(better))
-    for number in dict.fromkeys(most * eighths // 8 for eighths in (8, 7, 6, 4, 2)):
+    for number in dict.fromkeys(most * eighths // 8 for eighths in (2, 4, 6, 7, 8)):
         if number:
             yield choices[number - 1]
 
