@@ -1,5 +1,8 @@
 """The numbers of microbatches to try: all sequences, none twice, and enough for several workers."""
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +16,11 @@ from outsize.planner.search.microbatch_search import (
     SIZES,
     cuts_to_try,
     may_shorten,
+    most_gained_s,
     search_cuts,
 )
+from outsize.planner.search.offload_balance import Phases
+from planner.layouts import make_layout
 
 SEQUENCES, SEQ_LEN = st.integers(1, 300), st.sampled_from([32, 1024, 2048, 32_768])
 
@@ -89,3 +95,15 @@ def test_what_is_short_by_the_least_is_told():
 def test_only_filling_and_draining_becomes_shorter():
     assert may_shorten(2.0, 100.0, 4, 8)
     assert not may_shorten(2.0, 110.0, 4, 8)
+
+
+def test_lanes_that_do_as_much_gain_nothing_and_more_slots_may_gain_anything():
+    lanes = Phases(
+        forward_s=2, forward_up_s=1, forward_down_s=0, backward_s=4, backward_up_s=3, backward_down_s=1
+    )
+    one_slot, two_slots = (make_layout(slot_bytes=(100,) * count) for count in (1, 2))
+    less = replace(lanes, backward_s=3.5, backward_up_s=2.75)
+    assert most_gained_s((two_slots, less), (two_slots, lanes)) == 0.75
+    assert most_gained_s((two_slots, lanes), (two_slots, less)) == 0
+    assert most_gained_s((one_slot, lanes), (two_slots, lanes)) == 0
+    assert most_gained_s((two_slots, lanes), (one_slot, lanes)) == inf

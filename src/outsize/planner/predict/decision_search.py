@@ -201,17 +201,17 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
 def _searched_at(question: Question, home: Tier) -> Decision:
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
-    looked_at: list[Decision] = []
+    planned: list[Decision] = []
 
     @cache
     def ways(microbatches: int, linked: bool) -> list[Decision]:
-        asked = question if linked else replace(question, linked=False)
-        found = _ways(asked, microbatches, home)
+        """Return the ways to take a step; a simulated one of before in place of each that takes no less."""
+        new = _ways(question if linked else replace(question, linked=False), microbatches, home)
         if several or question.brief or not question.timed:
-            return found
-        known = [way for way in looked_at if "simulated" in vars(way)]
-        looked_at.extend(found)
-        return [next((other for other in known if _takes_no_less(way, other)), way) for way in found]
+            return new
+        simulated = [way for way in planned if "simulated" in vars(way)]
+        planned.extend(new)
+        return [next((other for other in simulated if _takes_no_less(way, other)), way) for way in new]
 
     def may_gain(best: Decision, microbatches: int) -> bool:
         if several:
@@ -241,16 +241,16 @@ def _searched_at(question: Question, home: Tier) -> Decision:
     )
 
 
-def _takes_no_less(way: Decision, known: Decision) -> bool:
-    """Return whether a step of one worker takes no percent less than a ``known`` one of larger microbatches.
+def _takes_no_less(way: Decision, other: Decision) -> bool:
+    """Return whether a step of one worker takes no percent less than the ``other``, of larger microbatches.
 
     Lanes fill and drain for as long as a microbatch of a unit takes.
     """
-    times, layout = known.microbatch.times, known.plan.layout
+    times, layout = other.microbatch.times, other.plan.layout
     longest_s = max(a + b for a, b in zip(times.forward_s[: layout.last], times.backward_s, strict=False))
-    gained_s = longest_s * (1 - known.microbatches / way.microbatches)
-    gained_s += most_gained_s((way.plan.layout, way.lanes), (layout, known.lanes))
-    return gained_s <= (1 - 1 / NEAR) * known.step_s
+    gained_s = longest_s * (1 - other.microbatches / way.microbatches)
+    gained_s += most_gained_s((way.plan.layout, way.lanes), (layout, other.lanes))
+    return gained_s <= (1 - 1 / NEAR) * other.step_s
 
 
 def planned_at(question: Question, microbatches: int, home: Tier) -> Decision:

@@ -153,7 +153,8 @@ def most_gained_s(one: tuple[StepLayout, Phases], other: tuple[StepLayout, Phase
     pairs = zip(places(layout), places(other_layout), strict=True)
     if any(min(PLACES, more) > most for more, most in pairs):
         return inf
-    return sum(max(0.0, b - a) for a, b in zip(astuple(lanes), astuple(other_lanes), strict=True))
+    seconds: Iterator[tuple[float, float]] = zip(astuple(lanes), astuple(other_lanes), strict=True)
+    return sum(max(0.0, most_s - least_s) for least_s, most_s in seconds)
 
 
 def _all_kept(layout: StepLayout, demand: Demand, rates: UnitRates, size: int) -> Phases:
