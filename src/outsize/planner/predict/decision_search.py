@@ -201,7 +201,7 @@ def _fastest_at(question: Question, home: Tier) -> Decision:
 def _searched_at(question: Question, home: Tier) -> Decision:
     named, several = question.microbatches, question.num_workers > 1
     cuts = cuts_to_try(question.sequences, question.seq_len, question.num_workers)
-    planned: list[Decision] = []
+    earlier: dict[bool, list[Decision]] = {True: [], False: []}  # by whether things may leave the device
 
     @cache
     def ways(microbatches: int, linked: bool) -> list[Decision]:
@@ -209,8 +209,8 @@ def _searched_at(question: Question, home: Tier) -> Decision:
         new = _ways(question if linked else replace(question, linked=False), microbatches, home)
         if several or question.brief or not question.timed:
             return new
-        simulated = [way for way in planned if "simulated" in vars(way)]
-        planned.extend(new)
+        simulated = [way for way in earlier[linked] if "simulated" in vars(way)]
+        earlier[linked].extend(new)
         return [next((other for other in simulated if _takes_no_less(way, other)), way) for way in new]
 
     def may_gain(best: Decision, microbatches: int) -> bool:
