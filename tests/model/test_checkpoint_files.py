@@ -38,3 +38,11 @@ def test_what_the_hub_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match=r"hub does not hand out such a model: no network$"):
         locate_checkpoint("nobody/nothing")
+
+
+def test_a_path_that_is_not_there_is_no_name_of_the_hub(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"modle \(there is .*/model\), nor is that an id of the hub, OWNER/NAME$"
+    ):
+        locate_checkpoint(tmp_path / "modle")

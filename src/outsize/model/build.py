@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from outsize import files
-from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG
+from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, describe_missing
 from outsize.checkpoint.files.quantised import quantisation_of, require_readable
 from outsize.compat.torch_private import buffers_of, parameters_of
 from outsize.compat.transformers_private import attention_of, initialize, kept_in_fp32
@@ -112,10 +112,8 @@ def download_small_files(hub_id: str, revision: str | None = None) -> str:
     except (
         Exception
     ) as error:  # the hub client raises a dozen kinds: no network, no such model, gated, bad name
-        first_line = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f"no directory {hub_id}, and the hub does not hand out such a model: {first_line}; check the name and the "
-            "network, or give the directory of a model"
+            f"{describe_missing(hub_id, error)}; check the name and the network, or give the directory of a model"
         ) from error
 
 

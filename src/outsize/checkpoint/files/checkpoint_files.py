@@ -4,6 +4,7 @@ They are read once, when a run begins, and every checkpoint of the run holds wha
 hours later, when the directory that they came from has been edited, cleaned up or unmounted.
 """
 
+import difflib
 import logging
 import os
 import zlib
@@ -79,10 +80,21 @@ def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | No
     except (
         Exception
     ) as error:  # the hub client raises a dozen kinds: no network, no such model, gated, bad name
-        first_line = str(error).strip().partition("\n")[0]
-        raise CheckpointError(
-            f"no directory {path_or_hub_id}, and the hub does not hand out such a model: {first_line}"
-        ) from error
+        raise CheckpointError(describe_missing(path_or_hub_id, error)) from error
+
+
+def describe_missing(path_or_hub_id: str | Path, error: Exception) -> str:
+    """Return a sentence about a name that is no directory, which the hub has refused with ``error``."""
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(os.path.expanduser(path_or_hub_id))
+    beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+    near = [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, beside, 1)]
+    known = f"no directory {path_or_hub_id}" + "".join(f" (there is {name})" for name in near)
+    if isinstance(error, HFValidationError):
+        return f"{known}, nor is that an id of the hub, OWNER/NAME"
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{known}, and the hub does not hand out such a model: {first_line}"
 
 
 def _refuse_special_files(directory: Path) -> None:
