@@ -83,7 +83,7 @@ def locate_checkpoint(path_or_hub_id: str | os.PathLike[str], revision: str | No
         raise CheckpointError(describe_missing(path_or_hub_id, error)) from error
 
 
-def describe_missing(path_or_hub_id: str | Path, error: Exception) -> str:
+def describe_missing(path_or_hub_id: str | os.PathLike[str], error: Exception) -> str:
     """Return a sentence about a name that is no directory, which the hub has refused with ``error``."""
     from huggingface_hub.errors import HFValidationError
 
