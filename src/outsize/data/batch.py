@@ -2,11 +2,12 @@
 
 import copy
 import hashlib
+import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +101,13 @@ class RecycledArrays:
 
 
 IGNORED = -100  # the label that torch's cross-entropy skips, and Hugging Face's convention for "not trained"
+_log = logging.getLogger(__name__)
+
+
+@cache
+def _warn_pageable(reason: str) -> None:
+    """Say once why batches stay pageable."""
+    _log.warning("batches stay pageable, copies to the GPU will be slower: %s", reason)
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,8 @@ class Batch:
         """
         try:
             inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        except RuntimeError:  # WSL2 pins 1 GiB or less in all
+        except RuntimeError as error:  # WSL2 pins 1 GiB or less in all
+            _warn_pageable(str(error).partition("\n")[0])
             return self
         return replace(Batch.made_of(inputs), whole=self.whole)
 

@@ -316,6 +316,11 @@ class Decision:
         """Some steps, on the machine of the question; of many rounds that are alike some."""
         return self.simulate(every_round=False)
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether that is known already."""
+        return "simulated" in self.__dict__
+
     def simulate(self, *, every_round: bool) -> Simulated:
         """Return the same; ``every_round`` with all rounds."""
         costs = self.step.costs(self.question.machine, self.microbatch.times)

@@ -209,7 +209,7 @@ def _searched_at(question: Question, home: Tier) -> Decision:
         new = _ways(question if linked else replace(question, linked=False), microbatches, home)
         if several or question.brief or not question.timed:
             return new
-        simulated = [way for way in earlier[linked] if "simulated" in vars(way)]
+        simulated = [way for way in earlier[linked] if way.is_simulated]
         earlier[linked].extend(new)
         return [next((other for other in simulated if _takes_no_less(way, other)), way) for way in new]
 
