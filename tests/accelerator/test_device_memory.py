@@ -64,9 +64,17 @@ def test_slots_that_find_no_memory_are_an_error_that_says_what_to_set():
         device.close()
 
 
-def test_what_is_set_ahead_has_half_of_the_margin_in_it_where_there_is_as_much():
-    device = open_device(Devices.parse("late:0"))
-    late.set_limit(0, 18 * MIB)
+def test_what_is_set_ahead_has_half_of_the_margin_in_it_where_there_is_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    device, empty = open_device(Devices.parse("late:0")), torch.empty
+
+    def of_little(num_bytes: int, **settings: Any) -> torch.Tensor:
+        if num_bytes > 18 * MIB:
+            raise torch.OutOfMemoryError
+        return empty(num_bytes, **settings)
+
+    monkeypatch.setattr(torch, "empty", of_little)
     try:
         for planned, size in ((9, 9.5), (18, 18), (19, 0)):
             block = device.set_ahead(planned * MIB, Lane("compute", 0))
