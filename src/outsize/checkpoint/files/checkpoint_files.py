@@ -90,11 +90,11 @@ def describe_missing(path_or_hub_id: str | os.PathLike[str], error: Exception) -
     path = Path(os.path.expanduser(path_or_hub_id))
     beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
     near = [str(path.with_name(name)) for name in difflib.get_close_matches(path.name, beside, 1)]
-    known = f"no directory {path_or_hub_id}" + "".join(f" (there is {name})" for name in near)
+    missing = f"no directory {path_or_hub_id}" + "".join(f" (there is {name})" for name in near)
     if isinstance(error, HFValidationError):
-        return f"{known}, nor is that an id of the hub, OWNER/NAME"
+        return f"{missing}, nor is that an id of the hub, OWNER/NAME"
     first_line = str(error).strip().partition("\n")[0]
-    return f"{known}, and the hub does not hand out such a model: {first_line}"
+    return f"{missing}, and the hub does not hand out such a model: {first_line}"
 
 
 def _refuse_special_files(directory: Path) -> None:

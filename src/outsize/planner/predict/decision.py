@@ -395,11 +395,3 @@ class Decision:
         stages = self.plan.layout.stages
         assert stages is not None
         return self.clock.free_bubble(stages)
-
-    @property
-    def recomputed(self) -> float:
-        """Share of units and microbatches whose backward recomputes everything."""
-        layout, count = self.plan.layout, self.microbatches
-        units = range(layout.first_backward, layout.last)
-        recomputed = sum(layout.choices(unit, count)[Choice.RECOMPUTE] for unit in units)
-        return recomputed / (len(units) * count) if units else 0.0
