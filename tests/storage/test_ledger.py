@@ -38,7 +38,8 @@ def test_the_refusal_lists_what_is_held_largest_first():
     with pytest.raises(BudgetExceededError) as caught:
         ledger.reserve("host", "tile ring", 2**21)
     assert str(caught.value) == (
-        "tile ring asks for 2.00 MiB of tier 'host', which holds 3.00 MiB of 4.00 MiB:\n"
+        "tile ring asks for 2.00 MiB of tier 'host', which holds 3.00 MiB of 4.00 MiB; raise host_memory, or compute "
+        "less at once. It holds:\n"
         "  home: exp_avg      2.00 MiB\n"
         "  slots              1.00 MiB"
     )

@@ -337,6 +337,36 @@ def test_a_cache_that_will_outgrow_the_device_is_refused_before_the_first_token(
             assert write(model, **asked, max_new_tokens=fits).shape == (1, 4 + fits)
 
 
+@pytest.mark.parametrize(("beams", "together"), [(1, True), (2, False)])
+def test_a_cache_that_will_outgrow_the_host_is_refused_before_the_first_token(beams: int, together: bool):
+    """What has room runs to its end; beams, of which transformers makes a copy, need twice as much."""
+    sizes = {"num_hidden_layers": 12, "max_position_embeddings": 512}
+    asked = {**ids_of(1, 4), "eos_token_id": None, "num_beams": beams}
+    own = {name: value for name, value in asked.items() if name not in ("input_ids", "attention_mask")}
+
+    def write_on(model: nn.Module, count: int) -> Tensor:
+        if not together:
+            return write(model, **asked, max_new_tokens=count)
+        ids = asked["input_ids"].tolist()
+        (new,) = outsize.generate(model, ids, max_new_tokens=count, **own)
+        return torch.tensor([ids[0] + new])
+
+    room = {"device_memory": 140_000 + 30_000 * beams, "host_memory": 300_000 * beams}
+    model = zoo.small_llama(**sizes).requires_grad_(False).eval()
+    with wrapped(model, device="emulated:1", home="disk", **room):
+        with pytest.raises(InfeasiblePlanError, match="raise device_memory or host_memory") as refusal:
+            write_on(model, 150)
+        assert refusal.value.short_by.keys() == {"host"}
+        fits = int(str(refusal.value).partition("max_new_tokens to ")[2].partition(",")[0])
+        with pytest.raises(InfeasiblePlanError, match=f"max_new_tokens to {fits},"):
+            write_on(model, fits + 1)
+        plain = zoo.small_llama(**sizes).eval()
+        assert torch.equal(write_on(model, fits), write(plain, **asked, max_new_tokens=fits))
+        moved = runner_of(model).inference_statistics()
+        assert moved is not None
+        assert moved.cache_bytes_moved > 0
+
+
 @pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize(
     "said",

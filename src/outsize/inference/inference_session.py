@@ -11,13 +11,13 @@ The first pass holds nothing but slots, and measures what computing takes. Units
 pass on, the rest of the model and the cache of keys and values counted; as the cache grows, units give way to it one
 after the other. A later pass that is larger than any before holds what is left beside an estimate, or nothing but slots
 where that leaves nothing; only what was measured is a reason to refuse it, after the first unit that takes too much.
-And before the first token is chosen, the cache of all tokens to come has to have a place.
+And before the first token is chosen, the cache of all tokens to come has to have a place, on the device or the host.
 A byte of weights and one of cache are both read once per token: either may stay, and a unit is not written back.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,11 +32,13 @@ from outsize.inference.kv_cache import (
     Growth,
     HostedCache,
     Workspace,
+    bytes_above,
     cache_bytes,
+    check_growth,
     extent_of,
     find_cache,
     grown_bytes,
-    layers_of,
+    hosted_bytes,
     ordinary,
 )
 from outsize.inference.loader import Caller, Loader
@@ -46,12 +48,9 @@ from outsize.model.walk import Boundaries
 from outsize.planner.search.forward_plan import Scan, plan_scan
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.binding import Binder
-from outsize.units import format_bytes
 
 # Room that is kept free for a cache to grow into, as a share of it, so that units do not give way at every token.
 CACHE_AHEAD = 8
-# Of a cache on the host, layers that the device holds at once: the one that came up, and the longer one made of it.
-LAYERS_ABOVE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +173,7 @@ class InferenceSession:
         self._depth += 1
         if self._depth == 1:
             self._growth = growth
+            self._has_room.clear()  # a cache that is used again is to grow further
         try:
             if self._depth == 1:
                 self._boundaries.outside = self._unit
@@ -229,14 +229,15 @@ class InferenceSession:
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether forwards may hold so many bytes, keys and values too, beside the slots of units and one forward."""
-        with contextlib.suppress(InfeasiblePlanError):
-            self._plan_beside(num_bytes)
-            return not self._hosted
-        return False
+        return not (self._hosted or self._short_beside(num_bytes))
 
-    def _plan_beside(self, num_bytes: int) -> Scan:
+    def _short_beside(self, num_bytes: int) -> Mapping[str, int]:
         room = self._room_bytes - self._workspace.known_bytes - num_bytes
-        return plan_scan(self._unit_bytes, room, prefetch=self._prefetch)
+        try:
+            plan_scan(self._unit_bytes, room, prefetch=self._prefetch)
+        except InfeasiblePlanError as error:
+            return error.short_by
+        return {}
 
     def enter(self, unit: int, extent: Callable[[], ForwardExtent], waiting_bytes: int = 0) -> None:
         """Forwards come to a unit; to one that is not behind the last, with a new pass.
@@ -263,8 +264,10 @@ class InferenceSession:
         if unit == self._last:
             self._workspace.end()
             self._num_passes += 1
-            for cache in self._caches:
-                self._check_growth(cache)
+            if self._growth is not None:
+                for cache in self._caches - self._has_room:
+                    self._has_room.add(cache)
+                    check_growth(cache, self._growth, partial(self._shortage, cache))
 
     @contextlib.contextmanager
     def weights_of(self, unit: int) -> Iterator[Tensor]:
@@ -319,45 +322,24 @@ class InferenceSession:
             if cache is None or self._device.in_place or not may_host:
                 return plan(room_bytes - held)
             self._hosted[cache] = HostedCache(self._device, self._split.modules, self._source.new_arena())
-        return plan(room_bytes - _above(cache, held + held // CACHE_AHEAD))
+        return plan(room_bytes - bytes_above(cache, held + held // CACHE_AHEAD))
 
-    def _check_growth(self, cache: Any) -> None:
-        """Refuse a generation whose cache will have no room, with the number of tokens that have.
+    def _shortage(self, cache: Any, growth: Growth) -> Mapping[str, int]:
+        """Return what a cache lacks, by memory: its place is on the device, or on the host and for a layer above."""
+        grown = max(grown_bytes(cache, growth.rows, growth.length), cache_bytes(cache, cache in self._hosted))
+        if cache not in self._hosted:
+            shortage = self._short_beside(grown)
+            if not shortage or self._device.in_place:
+                return shortage
+        shortage = self._short_beside(bytes_above(cache, grown + grown // CACHE_AHEAD))
+        short = self._lacks_on_host(cache, growth)
+        return {**shortage, "host": short} if short else shortage
 
-        Raises:
-            InfeasiblePlanError: it has none.
-        """
-        growth = self._growth
-        if growth is None or cache in self._has_room:
-            return
-        self._has_room.add(cache)
-        if self._shortage(cache, growth.rows, growth.length) is None:
-            return
-        least, most = 0, growth.length
-        while most - least > 1:
-            middle = (least + most) // 2
-            fits = self._shortage(cache, growth.rows, middle) is None
-            least, most = (middle, most) if fits else (least, middle)
-        shortage = self._shortage(cache, growth.rows, growth.length)
-        left = least - (growth.length - growth.num_new)
-        advice = f"lower max_new_tokens to {left}" if left > 0 else "shorten the prompt"
-        raise InfeasiblePlanError(
-            f"keys and values of {growth.rows} x {growth.length} tokens ({growth.num_new} of each new) take "
-            f"{format_bytes(grown_bytes(cache, growth.rows, growth.length))}, and beside the forward and a unit there "
-            f"is room for {least} tokens; {advice}, take fewer texts at once, or raise device_memory",
-            shortage.short_by if shortage is not None else {},
-        )
-
-    def _shortage(self, cache: Any, rows: int, length: int) -> InfeasiblePlanError | None:
-        """Return what is short for a cache of that size, which may rest on the host where there is another memory."""
-        grown = grown_bytes(cache, rows, length)
-        if not self._device.in_place:
-            grown = _above(cache, grown + grown // CACHE_AHEAD)
-        try:
-            self._plan_beside(grown)
-        except InfeasiblePlanError as error:
-            return error
-        return None
+    def _lacks_on_host(self, cache: Any, growth: Growth) -> int:
+        """Return the bytes by which a cache is too large to rest on the host when it has grown; 0 where it is not."""
+        needed = hosted_bytes(cache, growth.rows, growth.length, reorders=growth.reorders)
+        held = self._hosted[cache].num_bytes if cache in self._hosted else 0
+        return max(0, needed - held - int(min(self._source.ledger.left("host"), needed)))
 
     def run(
         self, unit: int, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor, cache: Any
@@ -378,7 +360,8 @@ class InferenceSession:
             return self._tables[unit].run(real, args, kwargs)
         hosted = self._hosted.get(cache) if cache is not None else None
         before = hosted.bytes_moved if hosted is not None else 0
-        with nullcontext() if hosted is None else hosted.up(cache, unit):
+        length = self._growth.length if self._growth else 0
+        with nullcontext() if hosted is None else hosted.up(cache, unit, length):
             output = self._workspace.run(real, args, kwargs, weights, unit == self._last)
         self._cache_moved += hosted.bytes_moved - before if hosted is not None else 0
         return output
@@ -393,8 +376,3 @@ class InferenceSession:
     def _bind_rest(self) -> None:
         if self._rest is not None:
             self._binder.bind(self._rest, *self._source.planes(self._rest.index, self._rest_memory))
-
-
-def _above(cache: Any, num_bytes: int) -> int:
-    """Bytes on the device of a cache that rests on the host."""
-    return num_bytes * LAYERS_ABOVE // max(sum(1 for _ in layers_of(cache)), 1)

@@ -2,17 +2,20 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
+from outsize.compat.torch_private import num_holders
+from outsize.errors import InfeasiblePlanError
 from outsize.runtime.device.device import Device
 from outsize.runtime.trial.live_bytes import LiveBytes
-from outsize.storage.ledger import Arena
+from outsize.storage.ledger import PAGE_BYTES, Arena
+from outsize.units import align_up, format_bytes
 
 # What kernels take inside themselves, as a share of the tensors they make (train.prepare uses the same).
 KERNEL_SHARE = {"fp32": 0.125, "bf16": 0.375, "fp16": 0.375}
@@ -40,46 +43,42 @@ class Growth:
         rows: texts at once, each beam one.
         length: tokens of the longest, prompt and new ones.
         num_new: of them, at most so many are new.
+        reorders: whether texts change places, as beams do, for which transformers copies what rests.
     """
 
     rows: int
     length: int
     num_new: int
+    reorders: bool = False
 
 
 class Workspace:
-    """The most bytes that a unit needs while it computes, known for the largest forward so far."""
+    """The most bytes that a unit needs while it computes, known for the largest forward so far.
+
+    Attributes:
+        known_bytes: what that took; 0 before the first.
+        measured_bytes: what the forward that runs took so far, where it is larger than any before; else 0.
+    """
 
     def __init__(self, dtype: str) -> None:
         self._share = KERNEL_SHARE[dtype]
         self._largest: ForwardExtent | None = None
-        self._known_bytes = 0
         self._measuring: ForwardExtent | None = None
-        self._bytes = 0
-
-    @property
-    def known_bytes(self) -> int:
-        """What the largest forward so far took; 0 before the first."""
-        return self._known_bytes
-
-    @property
-    def measured_bytes(self) -> int:
-        """What the forward that runs took so far, where it is larger than any before; else 0."""
-        return 0 if self._measuring is None else self._bytes
+        self.known_bytes = self.measured_bytes = 0
 
     def begin(self, extent: ForwardExtent) -> bool:
         """A forward of that size begins; returns whether it is larger than any before, and measured therefore."""
         self._measuring = None if self._largest is not None and self._largest.covers(extent) else extent
-        self._bytes = 0
+        self.measured_bytes = 0
         return self._measuring is not None
 
     def expected_bytes(self, extent: ForwardExtent) -> int:
         """What a forward of that size will take, as far as smaller ones tell; attention may grow with the square."""
         if self._largest is None or self._largest.covers(extent):
-            return self._known_bytes
+            return self.known_bytes
         rows = max(extent.rows / self._largest.rows, 1.0)
         length = max(extent.length / self._largest.length, 1.0)
-        return int(self._known_bytes * rows * length**2)
+        return int(self.known_bytes * rows * length**2)
 
     def run(self, real: Callable[..., Any], args: Any, kwargs: Any, weights: Tensor, last: bool) -> Any:
         """Call a unit, measured if this forward is."""
@@ -96,7 +95,7 @@ class Workspace:
         if last:
             output_bytes = sum(x.nbytes for x in torch_private.leaves_of(output) if isinstance(x, Tensor))
             most = max(most, inputs + OUTPUT_COPIES * output_bytes)
-        self._bytes = max(self._bytes, int(most * (1 + self._share)))
+        self.measured_bytes = max(self.measured_bytes, int(most * (1 + self._share)))
         return output
 
     def end(self) -> None:
@@ -107,8 +106,8 @@ class Workspace:
         self._largest = ForwardExtent(
             max(largest.rows, self._measuring.rows), max(largest.length, self._measuring.length)
         )
-        self._known_bytes = max(self._known_bytes, self._bytes)
-        self._measuring = None
+        self.known_bytes = max(self.known_bytes, self.measured_bytes)
+        self._measuring, self.measured_bytes = None, 0
 
 
 def extent_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardExtent:
@@ -179,24 +178,71 @@ def cache_bytes(cache: Any, hosted: bool = False) -> int:
 
 def grown_bytes(cache: Any, rows: int, length: int) -> int:
     """Bytes that a cache will hold of ``rows`` of ``length`` tokens; windows that are full and states do not grow."""
-    parts = getattr(cache, "self_attention_cache", cache), getattr(cache, "cross_attention_cache", None)
-    total = sum(tensor.nbytes for layer in getattr(parts[1], "layers", ()) for _, tensor in _tensors(layer))
-    for layer in getattr(parts[0], "layers", ()):
-        most = getattr(layer, "get_max_length", lambda: -1)()
+    return sum(_grown_sizes(cache, rows, length))
+
+
+def hosted_bytes(cache: Any, rows: int, length: int, *, reorders: bool) -> int:
+    """Bytes of the host for a cache grown as far that rests there: pages, and one tensor that is made anew."""
+    sizes = [align_up(size, PAGE_BYTES) for size in _grown_sizes(cache, rows, length)]
+    return sum(sizes) * (2 if reorders else 1) + max(sizes, default=0)
+
+
+def _grown_sizes(cache: Any, rows: int, length: int) -> Iterator[int]:
+    crossed = getattr(cache, "cross_attention_cache", None)
+    yield from (tensor.nbytes for layer in getattr(crossed, "layers", ()) for _, tensor in _tensors(layer))
+    for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
         for name, tensor in _tensors(layer):
             num_bytes = tensor.nbytes
             if name in GROWING and tensor.dim() >= 2:
                 num_bytes = num_bytes * max(rows, len(tensor)) // len(tensor)
-                now = tensor.shape[-2]
-                num_bytes = num_bytes // now * max(now, length if most <= 0 else min(length, most))
-            total += num_bytes
-    return total
+                num_bytes = num_bytes // tensor.shape[-2] * _grown_length(layer, tensor.shape[-2], length)
+            yield num_bytes
+
+
+def _grown_length(layer: Any, now: int, length: int) -> int:
+    """Tokens that a layer holds of a text of ``length``; of a window those that it shows."""
+    most = getattr(layer, "get_max_length", lambda: -1)()
+    return max(now, length if most <= 0 else min(length, most))
+
+
+def bytes_above(cache: Any, num_bytes: int) -> int:
+    """Bytes on the device of a cache that rests on the host: a layer that came up, and the longer one made of it."""
+    return num_bytes * 2 // max(sum(1 for _ in layers_of(cache)), 1)
+
+
+def check_growth(cache: Any, growth: Growth, shortage: Callable[[Growth], Mapping[str, int]]) -> None:
+    """Refuse a generation whose cache will have no room, with the number of tokens that have.
+
+    What a cache that has grown so far lacks of each memory ``shortage`` tells.
+
+    Raises:
+        InfeasiblePlanError: it lacks some.
+    """
+    if not (short := shortage(growth)):
+        return
+    least, most = 0, growth.length
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if shortage(replace(growth, length=middle)) else (middle, most)
+    left = least - (growth.length - growth.num_new)
+    advice = f"lower max_new_tokens to {left}" if left > 0 else "shorten the prompt"
+    memories = (" or " if len(short) == 1 else " and ").join(
+        f"{tier}_memory" for tier in {"device": 0, **short}
+    )
+    raise InfeasiblePlanError(
+        f"keys and values of {growth.rows} x {growth.length} tokens ({growth.num_new} of each new) take "
+        f"{format_bytes(grown_bytes(cache, growth.rows, growth.length))}, and beside the forward and a unit there is "
+        f"room for {least} tokens; {advice}, take fewer texts at once, or raise {memories}",
+        short,
+    )
 
 
 class HostedCache:
     """A cache whose layers rest in host memory; each comes up for the unit that uses it, and its news go down after it.
 
-    The host copy is written in place, with room to grow, so that of a layer that appends only the new tokens go down.
+    The host copy is written in place, with room for all tokens to come where they are known, so that of a layer that
+    appends only the new tokens go down. What a layer holds anew, a window or beams in another order, goes where it was,
+    unless somebody has that still.
 
     Args:
         device: computes.
@@ -215,8 +261,17 @@ class HostedCache:
         self.bytes_moved = 0
 
     @contextlib.contextmanager
-    def up(self, cache: Any, unit: int) -> Iterator[None]:
-        """Have the layers that ``unit`` uses on the device, and down again afterwards."""
+    def up(self, cache: Any, unit: int, length: int) -> Iterator[None]:
+        """Have the layers that ``unit`` uses on the device, and down again afterwards.
+
+        Args:
+            cache: it.
+            unit: number of the unit.
+            length: tokens of its longest text when all is written; 0 where nobody knows.
+
+        Raises:
+            BudgetExceededError: the host has no room for what is new.
+        """
         layers = list(layers_of(cache))
         used = [(index, layers[index]) for index in self._layers_of[unit] if index < len(layers)]
         for index, layer in used:
@@ -232,29 +287,40 @@ class HostedCache:
         finally:
             for index, layer in used:
                 for name, tensor in _tensors(layer):
-                    setattr(layer, name, self._down((index, name), tensor))
+                    setattr(layer, name, self._down((index, name), tensor, layer, length))
 
-    def _down(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that is held."""
+        return self._arena.statistics().num_bytes
+
+    def _down(self, key: tuple[int, str], tensor: Tensor, layer: Any, length: int) -> Tensor:
         """Return the host copy of ``tensor``; what it begins with is there already where it has grown at its end."""
-        shown, room = self._shown.get(key), self._room.get(key)
-        start = 0
-        appended = (
-            shown is not None
-            and room is not None
-            and tensor.dim() == shown.dim() >= 2
-            and tensor.shape[:-2] == shown.shape[:-2]
-            and tensor.shape[-1] == shown.shape[-1]
-            and shown.shape[-2] < tensor.shape[-2] <= room.shape[-2]
-            and key[1] in GROWING
-        )
-        if appended and shown is not None:
-            start = shown.shape[-2]
-        elif tensor.dim() >= 2:
-            shape = (*tensor.shape[:-2], tensor.shape[-2] + GROWTH, tensor.shape[-1])
-            memory = self._arena.take(math.prod(shape) * tensor.itemsize, "keys and values")
-            self._room[key] = memory.view(tensor.dtype).view(shape)
-        else:
+        if tensor.dim() < 2:
             return tensor.cpu()
+        shown, room = self._shown.get(key), self._room.get(key)
+        now, start = tensor.shape[-2], 0
+        fits = (
+            room is not None
+            and room.shape[:-2] == tensor.shape[:-2]
+            and room.shape[-1] == tensor.shape[-1]
+            and room.shape[-2] >= now
+        )
+        # A window drops its oldest tokens, and may be longer than before all the same.
+        if (
+            fits
+            and shown is not None
+            and key[1] in GROWING
+            and shown.shape[-2] < now == layer.get_seq_length()
+        ):
+            start = shown.shape[-2]
+        elif not fits or room is None or num_holders(room.untyped_storage()) > 1 + (shown is not None):
+            if key[1] in GROWING:
+                now = _grown_length(layer, now, length if length > now else now + GROWTH)
+            shape = (*tensor.shape[:-2], now, tensor.shape[-1])
+            memory = self._arena.take(math.prod(shape) * tensor.itemsize, "keys and values")
+            # No view, which would hold what it is a view of.
+            self._room[key] = torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage()).resize_(shape)
         below = self._room[key][..., : tensor.shape[-2], :]
         news, place = tensor[..., start:, :], below[..., start:, :]
         with self._device.link(news.nbytes):

@@ -153,11 +153,7 @@ class Loader:
         for unit in [unit for unit in self._kept if unit not in scan.kept]:
             self._there.pop(unit, None)
             self._kept.pop(unit).room.close()
-        same = before is not None and (before.num_slots, before.slot_bytes) == (
-            scan.num_slots,
-            scan.slot_bytes,
-        )
-        if not same:
+        if before is None or (before.num_slots, before.slot_bytes) != (scan.num_slots, scan.slot_bytes):
             self._close_slots()
             for _ in range(scan.num_slots):
                 self._slots.append(self._place(scan.slot_bytes, "slots"))

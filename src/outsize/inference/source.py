@@ -38,6 +38,7 @@ class Source:
         pinner: what pins it.
 
     Attributes:
+        ledger: as given.
         new_arena: makes an arena of host memory like its own.
         partly: units of which only some tensors come up, as they lie on the device then.
     """
@@ -53,6 +54,7 @@ class Source:
         self._spec = spec
         self._device = device
         self._home = home
+        self.ledger = ledger
         self.new_arena = partial(Arena, ledger=ledger, tier="host", pinner=pinner)
         self._arena = self.new_arena()
         self._buffers: list[Tensor] = []

@@ -11,6 +11,7 @@ small buffers that the disk uses are best taken together, with `Arena.take_all`.
 """
 
 import logging
+import math
 import mmap
 import threading
 import weakref
@@ -122,6 +123,11 @@ class Ledger:
         """Return the bytes that ``tier`` holds now."""
         return self._used[self._known(tier)]
 
+    def left(self, tier: str) -> float:
+        """Return the bytes that ``tier`` still has to give; infinity where nothing limits it."""
+        budget = self._budgets[self._known(tier)]
+        return math.inf if budget is None else budget - self._used[tier]
+
     def statistics(self) -> dict[str, TierStatistics]:
         """Return a record per tier, all of the same moment."""
         with self._lock:
@@ -156,7 +162,8 @@ class Ledger:
         table = "".join(f"\n  {name:<{width}}  {format_bytes(size):>12}" for name, size in rows)
         return (
             f"{what} asks for {format_bytes(num_bytes)} of tier {tier!r}, which holds"
-            f" {format_bytes(self._used[tier])} of {format_bytes(budget)}:{table or ' nothing'}"
+            f" {format_bytes(self._used[tier])} of {format_bytes(budget)}; raise {tier.partition(':')[0]}_memory, or "
+            f"compute less at once. It holds:{table or ' nothing'}"
         )
 
 

@@ -290,14 +290,17 @@ def _growth(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
-    if prompt is None or said("use_cache") is False or getattr(model.config, "is_encoder_decoder", False):
+    if prompt is None or said("use_cache") is False:
         return None
+    begun = kwargs.get("decoder_input_ids") if getattr(model.config, "is_encoder_decoder", False) else prompt
+    before = 1 if begun is None else begun.shape[1]
     most = said("max_length")
-    num_new = said("max_new_tokens") or (most - prompt.shape[1] if most else None)
+    num_new = said("max_new_tokens") or (most - before if most else None)
     if num_new is None or num_new < 1:
         return None
-    rows = len(prompt) * max(said("num_beams") or 1, said("num_return_sequences") or 1)
-    return Growth(rows, prompt.shape[1] + num_new, num_new)
+    beams = said("num_beams") or 1
+    rows = len(prompt) * max(beams, said("num_return_sequences") or 1)
+    return Growth(rows, before + num_new, num_new, reorders=beams > 1)
 
 
 def take_generation_config(model: nn.Module, directory: Path) -> None:

@@ -274,7 +274,7 @@ def _growth(model: nn.Module, ids: Sequence[list[int]], settings: GenerationChoi
     """Return how far a batch goes on; the cache of an encoder-decoder begins with one token."""
     num_new = settings.choice["max_new_tokens"]
     before = 1 if encodes(model) else max(map(len, ids))
-    return Growth(settings.beams * len(ids), before + num_new, num_new)
+    return Growth(settings.beams * len(ids), before + num_new, num_new, reorders=settings.beams > 1)
 
 
 def _flies(model: nn.Module, settings: GenerationChoice) -> bool:
