@@ -58,8 +58,8 @@ run_accelerator() {
 }
 
 run_verify() {
-    local work shape=llama-100m
-    [[ $DEVICE == cuda ]] || shape=llama-10m
+    local work shape=llama-100m tokens=(--tokens-per-step 4096 --seq-len 1024)
+    [[ $DEVICE == cuda ]] || shape=llama-10m tokens=(--tokens-per-step 512 --seq-len 128)
     work=$(mktemp -d)
     part model 120 "$PYTHON" bench/shapes.py "$shape" "$work"
     for options in "bf16 host" "bf16 disk" "fp32 host" "bf16 host memory.activations=offload-attention" \
@@ -68,7 +68,7 @@ run_verify() {
         # shellcheck disable=SC2086 # several words
         part "verify $options" 90 bash -o pipefail -c '"$@" | tee -a "$0"' "$RESULTS/gpu_verify.jsonl" \
             "$PYTHON" -m outsize verify --model "$work/model" --data "$work/tokens.npy" \
-            --steps 3 --tokens-per-step 4096 --seq-len 1024 --microbatches 4 --device "$DEVICE" --device-memory 2GiB \
+            --steps 3 "${tokens[@]}" --microbatches 4 --device "$DEVICE" --device-memory 2GiB \
             --home "$home" --seed 0 --run-dir "$work/run-${options//[^a-z0-9]/-}" \
             --set model.dtype="$dtype" --set data.format=tokens ${more:+--set $more} --json
     done
