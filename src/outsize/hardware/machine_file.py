@@ -19,12 +19,7 @@ from outsize.errors import ConfigError
 from outsize.hardware.cgroup import Fact, Measurement, Record
 from outsize.hardware.gpus import Inventory
 from outsize.hardware.link_fit import AllReducePoint, AllReduceRates, LinkFit
-from outsize.hardware.topology import (
-    NumaRates,
-    Overlap,
-    PeerLink,
-    TogetherRates,
-)
+from outsize.hardware.topology import NumaRates, Overlap, PeerLink, TogetherRates
 
 SCHEMA_VERSION: Final = 2
 

@@ -44,12 +44,7 @@ class Source:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        device: Device,
-        home: Home,
-        ledger: Ledger,
-        pinner: Pinner | None = None,
+        self, spec: ModelSpec, device: Device, home: Home, ledger: Ledger, pinner: Pinner | None = None
     ) -> None:
         self._spec = spec
         self._device = device

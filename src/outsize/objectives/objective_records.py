@@ -18,13 +18,7 @@ from outsize.data.reading.documents import read_records
 from outsize.data.reading.formats import CONVERSATIONS, renamed, unread_fields
 from outsize.data.reading.text_records import Record
 from outsize.errors import ConfigError, DataError
-from outsize.objectives.objective_models import (
-    Row,
-    asks_as_chat,
-    has_messages,
-    messages_row,
-    texts_row,
-)
+from outsize.objectives.objective_models import Row, asks_as_chat, has_messages, messages_row, texts_row
 from outsize.objectives.recipes import Recipe
 from outsize.training.run_data import corpora_of, tell_of_overlap
 

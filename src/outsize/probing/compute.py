@@ -50,9 +50,7 @@ def measure_device_memory(device: Devices, effort: Effort) -> Measurement:
     try:
         a, b, c = (torch.ones(effort.array_bytes // 4, device=device.torch_device) for _ in "abc")
         samples = sample(
-            lambda: torch.add(b, c, alpha=3.0, out=a),
-            **effort.sampling(),
-            finish=finisher(device),
+            lambda: torch.add(b, c, alpha=3.0, out=a), **effort.sampling(), finish=finisher(device)
         )
     except RuntimeError as error:
         return Measurement.absent(f"triad on {device}: {explain(error)}")
@@ -130,11 +128,7 @@ def measure_growing(
             finish()
             if time.perf_counter() - started >= effort.matmul_s:
                 break
-        samples = sample(
-            work,
-            **effort.sampling(),
-            finish=finish,
-        )
+        samples = sample(work, **effort.sampling(), finish=finish)
     except RuntimeError as error:  # a dtype that the device lacks, or no memory left
         return Measurement.absent(f"{what}: {explain(error)}")
     return Measurement.of((flops(size) / seconds for seconds in samples), f"{what} {size}")
@@ -241,10 +235,7 @@ def _fitting(effort: Effort, units: Sequence[UnitSpec]) -> tuple[UnitSpec, ...]:
 def _blocks(effort: Effort, num_least: int) -> tuple[UnitSpec, ...]:
     """Return blocks of a decoder, as wide as they may be, at least so many."""
     elements = effort.plane_bytes // 4
-    width = next(
-        (w for w in _WIDTHS if num_least * _BLOCK_SQUARES * w * w <= elements),
-        _WIDTHS[-1],
-    )
+    width = next((w for w in _WIDTHS if num_least * _BLOCK_SQUARES * w * w <= elements), _WIDTHS[-1])
     inner = 8 * width // 3
     matrices = [(name, (width, width), True, True) for name in ("q", "k", "v", "o")]
     matrices += [(name, (inner, width), True, True) for name in ("gate", "up", "down")]

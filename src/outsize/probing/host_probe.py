@@ -35,14 +35,8 @@ def measure_dram(effort: Effort) -> tuple[Measurement, Measurement]:
     with Arena() as arena:
         a, b, c = (arena.take(effort.array_bytes, "DRAM array").view(torch.float64).fill_(1.0) for _ in "abc")
         how = f"fp64 arrays of {format_bytes(effort.array_bytes)}, {torch.get_num_threads()} threads"
-        copies = sample(
-            lambda: a.copy_(b),
-            **effort.sampling(),
-        )
-        triads = sample(
-            lambda: torch.add(b, c, alpha=_SCALAR, out=a),
-            **effort.sampling(),
-        )
+        copies = sample(lambda: a.copy_(b), **effort.sampling())
+        triads = sample(lambda: torch.add(b, c, alpha=_SCALAR, out=a), **effort.sampling())
         return (
             Measurement.of((2 * effort.array_bytes / s for s in copies), f"torch copy_, {how}"),
             Measurement.of((3 * effort.array_bytes / s for s in triads), f"torch.add with alpha, {how}"),
@@ -116,13 +110,7 @@ def _copied_by_node(node: NumaNode, by: NumaNode, effort: Effort) -> Measurement
         source, target = (arena.take(size, "NUMA array").numpy() for _ in range(2))
         for array in (source, target):
             _on(node, partial(array.fill, 1))
-        seconds = _on(
-            by,
-            lambda: sample(
-                lambda: np.copyto(target, source),
-                **effort.sampling(),
-            ),
-        )
+        seconds = _on(by, lambda: sample(lambda: np.copyto(target, source), **effort.sampling()))
     return Measurement.of((2 * size / s for s in seconds), "one thread, bytes read and written")
 
 

@@ -26,12 +26,7 @@ from outsize.hardware.machine_file import (
     ProbedCodec,
 )
 from outsize.hardware.topology import PeerLink, TogetherRates
-from outsize.probing.compute import (
-    dtypes_of,
-    measure_attention,
-    measure_device_memory,
-    measure_matmul,
-)
+from outsize.probing.compute import dtypes_of, measure_attention, measure_device_memory, measure_matmul
 from outsize.probing.data_probe import measure_codecs, measure_data, measure_disk
 from outsize.probing.effort import Effort, shared, within_memory
 from outsize.probing.host_probe import measure_host, measure_numa
@@ -137,10 +132,7 @@ class _Probe:
             ]
         for name in self.names:
             steps.append((f"overlap of {name}", False, partial(self._overlap, name)))
-        steps += [
-            ("memory of other nodes", False, self._numa),
-            ("tokenizer and loader", False, self._data),
-        ]
+        steps += [("memory of other nodes", False, self._numa), ("tokenizer and loader", False, self._data)]
         if self.wishes.tensors is not None:
             # Asked for by name, so it is done however late it is.
             steps.append((f"codecs on {self.wishes.tensors}", True, self._codecs))

@@ -35,12 +35,7 @@ class MasterWriter:
     """
 
     def __init__(
-        self,
-        home: Home,
-        state: StateLayout,
-        arena: Arena,
-        size: int,
-        share: Sequence[range] | None = None,
+        self, home: Home, state: StateLayout, arena: Arena, size: int, share: Sequence[range] | None = None
     ) -> None:
         self._home = home
         self._own = share

@@ -97,9 +97,7 @@ def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Mic
     total = (batch.whole or batch).num_targets(shifted)
     return tuple(
         Microbatch(
-            inputs=part.inputs,
-            divisor=total / targets if targets else float("inf"),
-            targets=max(total, 1),
+            inputs=part.inputs, divisor=total / targets if targets else float("inf"), targets=max(total, 1)
         )
         for part, targets in parts
     )

@@ -133,9 +133,7 @@ class Ledger:
         with self._lock:
             return {
                 tier: TierStatistics(
-                    budget_bytes=budget,
-                    used_bytes=self._used[tier],
-                    high_water_bytes=self._high_water[tier],
+                    budget_bytes=budget, used_bytes=self._used[tier], high_water_bytes=self._high_water[tier]
                 )
                 for tier, budget in self._budgets.items()
             }

@@ -174,10 +174,7 @@ def own_share(memory: MemoryConfig, place: Launched | None) -> MemoryConfig:
 
 @contextlib.contextmanager
 def _log(own_dir: Path) -> Iterator[Announce]:
-    with (
-        needed_directory(own_dir, "train.run_dir"),
-        (own_dir / LOG).open("a", encoding="utf-8") as file,
-    ):
+    with needed_directory(own_dir, "train.run_dir"), (own_dir / LOG).open("a", encoding="utf-8") as file:
 
         def say(text: str) -> None:
             file.write(f"{time.strftime('%H:%M:%S')} {text}\n")

@@ -122,11 +122,7 @@ class ResidentTrainer:
                 head = self._split.modules[-1]
                 hidden = _head_input(self._model, head, given)
                 loss, gradient = chunked_head_loss(
-                    head,
-                    hidden.detach(),
-                    shift_labels(labels),
-                    max(targets, 1) / scale,
-                    self._chunk_tokens,
+                    head, hidden.detach(), shift_labels(labels), max(targets, 1) / scale, self._chunk_tokens
                 )
                 if hidden.requires_grad:
                     hidden.backward(gradient)  # type: ignore[no-untyped-call]

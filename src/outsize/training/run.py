@@ -92,11 +92,7 @@ def train(
 
 
 def _train(
-    stack: contextlib.ExitStack,
-    config: Config,
-    ranks: Ranks,
-    interrupt: Interrupt,
-    progress: Progress | None,
+    stack: contextlib.ExitStack, config: Config, ranks: Ranks, interrupt: Interrupt, progress: Progress | None
 ) -> TrainResult:
     """Train in a run directory that is claimed; whatever is opened is entered in ``stack``."""
     run_dir, own_dir, announce = ranks.run_dir, ranks.own_dir, ranks.announce
@@ -293,10 +289,7 @@ def _accounts(trainer: StreamedTrainer, sampler: GpuSampler, flops: float | None
 
 
 def _write_facts(
-    ranks: Ranks,
-    prepared: Job,
-    computing: tuple[float | None, Peak],
-    placement: Placement,
+    ranks: Ranks, prepared: Job, computing: tuple[float | None, Peak], placement: Placement
 ) -> None:
     """Write what a run is; only now is there one: what could not start leaves nothing but tokenised data."""
     if ranks.is_first:

@@ -343,9 +343,7 @@ def _discard(model: nn.Module) -> None:
 
 
 def _recorded(
-    model: nn.Module,
-    run_dir: str | os.PathLike[str] | None,
-    undo: Callable[[nn.Module], object] = unwrap,
+    model: nn.Module, run_dir: str | os.PathLike[str] | None, undo: Callable[[nn.Module], object] = unwrap
 ) -> nn.Module:
     """Have a wrapped model write a run directory, where there is one; where that cannot be, ``undo`` the wrapping."""
     if run_dir is not None:

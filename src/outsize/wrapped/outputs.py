@@ -354,11 +354,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        passage: AutogradBridge,
-        values: tuple[Tensor, ...],
-        *tensors: Tensor,
+        ctx: Any, anchor: Tensor, passage: AutogradBridge, values: tuple[Tensor, ...], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.passage = passage
         ctx.set_materialize_grads(False)

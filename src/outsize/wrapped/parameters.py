@@ -17,12 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.checkpoint.checkpoint_state import plane_of
-from outsize.compat.torch_private import (
-    has_gradient_hooks,
-    parameters_of,
-    share_gradient_hooks,
-    version_of,
-)
+from outsize.compat.torch_private import has_gradient_hooks, parameters_of, share_gradient_hooks, version_of
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout

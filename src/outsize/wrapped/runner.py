@@ -38,13 +38,7 @@ from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, 
 from outsize.runtime.ops.context import Microbatch, StepContext
 from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.batching import (
-    Autocast,
-    InputGradients,
-    check_call,
-    check_returns,
-    inputs_that_train,
-)
+from outsize.wrapped.batching import Autocast, InputGradients, check_call, check_returns, inputs_that_train
 from outsize.wrapped.inferring import Inferring, without_cache
 from outsize.wrapped.model_at_home import flags_of
 from outsize.wrapped.outputs import AutogradBridge, Joined, Roots, is_pending
@@ -212,8 +206,7 @@ class Runner(Inferring):
             again = partial(joined.add, again=True)
             slots = programs.following_slots
             self._walk(
-                passes.following,
-                replace(context, again=True, slots=slots, deliver=again, runs={}, moved={}),
+                passes.following, replace(context, again=True, slots=slots, deliver=again, runs={}, moved={})
             )
 
     def _number(self, model: nn.Module, *, seeded: bool) -> int:

@@ -193,11 +193,7 @@ class Engine:
         choices_by_unit = tuple(choices[:count] for choices in layout.kept)
         program = forward_alone(replace(layout, num_microbatches=count, kept=choices_by_unit))
         context = StepContext(
-            number=0,
-            learning_rate=0.0,
-            microbatches=microbatches,
-            keeps=False,
-            slots=slots_used(program),
+            number=0, learning_rate=0.0, microbatches=microbatches, keeps=False, slots=slots_used(program)
         )
         last = self._last
         self.submit(program, context)

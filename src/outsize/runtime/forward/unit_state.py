@@ -126,12 +126,7 @@ class LeftState:
     """
 
     def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        device: torch.device,
-        *,
-        moves: bool,
-        first: bool = False,
+        self, modules: Iterable[nn.Module], device: torch.device, *, moves: bool, first: bool = False
     ) -> None:
         self._device, self._random = device, random_states(device)
         self._expected = OUTPUT_HOOKS if moves and first else ()

@@ -160,11 +160,7 @@ class Collector:
 
 
 def collector_of(
-    spec: ModelSpec,
-    shared: Shared,
-    home: Home,
-    state: StateLayout,
-    host: Arena,
+    spec: ModelSpec, shared: Shared, home: Home, state: StateLayout, host: Arena
 ) -> tuple[Collector, Tensor]:
     """Return what brings shares of all ranks to a checkpoint, and room for the weights beside a piece."""
     numel = shared.staging.stored_elements

@@ -144,9 +144,7 @@ class _BorderTrial:
     def _watched(self, unit: int, call: UnitCall) -> Any:
         """Run a unit on both documents, and note where a token of one depends on one of the other."""
         args, kwargs = torch_private.map_only(
-            Tensor,
-            lambda t: t.detach().requires_grad_() if t.requires_grad else t,
-            (call.args, call.kwargs),
+            Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (call.args, call.kwargs)
         )
         outputs = self._forwards[unit](*args, **kwargs)
         length, border = sum(_LENGTHS), _LENGTHS[0]

@@ -22,13 +22,7 @@ from outsize.runtime.trial.effects_trial import CrossedState, UnitEffects
 from outsize.runtime.trial.live_bytes import LiveBytes, OpTrial
 from outsize.runtime.trial.measured import Kept, Row
 from outsize.runtime.trial.unit_measure import CPU, UnitMeasure, given_tensors, random_like
-from outsize.runtime.trial.unit_trials import (
-    OuterUses,
-    SharedInputs,
-    is_plain,
-    is_shifted,
-    units_that_share,
-)
+from outsize.runtime.trial.unit_trials import OuterUses, SharedInputs, is_plain, is_shifted, units_that_share
 
 T = TypeVar("T")
 

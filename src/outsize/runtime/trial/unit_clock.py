@@ -177,10 +177,7 @@ class _Clock:
             return UnitTimes(forward_s=forward, backward_s=backward)
         kept_forward, kept_backward = zip(*kept_samples, strict=True)
         return UnitTimes(
-            forward_s=forward,
-            backward_s=backward,
-            kept_forward_s=kept_forward,
-            kept_backward_s=kept_backward,
+            forward_s=forward, backward_s=backward, kept_forward_s=kept_forward, kept_backward_s=kept_backward
         )
 
     def _unit(self, unit: int, call: UnitCall) -> tuple[Sample, Sample, Any]:

@@ -248,9 +248,7 @@ def _within(ambient: Ambient, forward: Callable[..., Any]) -> Callable[..., Any]
 def _leaves_of(call: UnitCall) -> Any:
     """Return the arguments of a call, those that carry gradients as leaves of a graph."""
     return torch_private.map_only(
-        Tensor,
-        lambda t: t.detach().requires_grad_() if t.requires_grad else t,
-        (call.args, call.kwargs),
+        Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (call.args, call.kwargs)
     )
 
 

@@ -45,13 +45,7 @@ from outsize.session.job.machine import (
     determinism_said,
     home_file,
 )
-from outsize.session.job.model_setup import (
-    change_blocks,
-    check_length,
-    skeleton_of,
-    sourced,
-    split_model,
-)
+from outsize.session.job.model_setup import change_blocks, check_length, skeleton_of, sourced, split_model
 from outsize.session.job.optimizer_layout import layout_for, with_masters_of
 from outsize.session.job.own_code import check_loss
 from outsize.session.job.planning import decision_for
@@ -97,10 +91,7 @@ class Job(RunDemand):
 
 
 def prepare(
-    run: RunSpec,
-    announce: Announce,
-    source: WeightSource | None = None,
-    adapters_from: Path | None = None,
+    run: RunSpec, announce: Announce, source: WeightSource | None = None, adapters_from: Path | None = None
 ) -> Job:
     """Read the model's config, split it, measure it, and plan a step by data sheets of the machine.
 
