@@ -35,7 +35,7 @@ def train(
     """
     from outsize.objectives.recipes import training_of
 
-    config = config_of(run)
+    config = config_of(run, announce)
     return training_of(config)(config, progress=progress, announce=announce)
 
 
@@ -47,7 +47,7 @@ def verify(run: Run, *, announce: Announce = lambda _: None) -> "VerifyResult":
     """
     from outsize.training.short_runs import verify as verify_run
 
-    return verify_run(config_of(run), announce=announce)
+    return verify_run(config_of(run, announce), announce=announce)
 
 
 def plan(run: Run) -> "Plan":
@@ -126,12 +126,14 @@ def export(
     return write_export(source, target, merge=merge, trust_remote_code=trust_remote_code, base=base)
 
 
-def config_of(run: Run) -> Config:
-    """Return the configuration that ``run`` says.
+def config_of(run: Run, announce: Announce = lambda _: None) -> Config:
+    """Return the configuration that ``run`` says, with the saved model of a run or of adapters that it names.
 
     Raises:
-        ConfigError: a key or a value that cannot be.
+        OutsizeError: a key or a value that cannot be, or a run that has saved nothing.
     """
-    if isinstance(run, Config):
-        return run
-    return parse_config(run) if isinstance(run, Mapping) else load_config(Path(run))
+    from outsize.checkpoint.begun_adapters import with_saved_model
+
+    if not isinstance(run, Config):
+        run = parse_config(run) if isinstance(run, Mapping) else load_config(Path(run))
+    return with_saved_model(run, announce)

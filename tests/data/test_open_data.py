@@ -391,13 +391,11 @@ ASKED = [{"role": "user", "content": "why"}]
         [{"instruction": line, "output": "yes", "history": [["a", "b"]]} for line in LINES],
     ],
 )
-def test_a_missing_chat_template_is_logged_each_time(tmp_path, tokenizer, cache_dir, caplog, records):
+def test_a_missing_chat_template_is_said_each_time(tmp_path, tokenizer, cache_dir, records):
     path = write_jsonl(tmp_path / "a.jsonl", records)
     for _ in range(2):
-        caplog.clear()
         with open_small(path, tokenizer, cache_dir) as dataset:
-            assert dataset.detected.mask_source == "fallback template"
-        assert "no chat template" in caplog.text
+            assert "(fallback template: the tokenizer has no chat template)" in dataset.describe()
 
 
 def test_prefetched_batches_equal_direct_ones(tmp_path, tokenizer, cache_dir):

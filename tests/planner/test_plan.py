@@ -168,6 +168,8 @@ def test_a_disk_too_small_for_two_sides_is_told_of_one():
         make_plan(options, disk=needed - 1)
     assert caught.value.short_by == {"disk": 1}
     assert make_plan(replace(options, commits=False), disk=needed - 1)
+    with pytest.raises(InfeasiblePlanError, match=r"disk budget of [^,]* \(short") as caught:
+        make_plan(options, disk=needed // 3)  # without commits it would not fit either
 
 
 def test_tiles_and_buffers_lie_in_host_memory_where_the_device_has_its_own():
@@ -224,7 +226,16 @@ def test_staged_units_pass_the_disk_and_the_link():
     ("budgets", "options", "demand", "message"),
     [
         ({"device": MiB}, HOST, {}, "first try a device budget of"),
-        ({"device": MiB}, HOST, {"boundary": 64 * MiB}, "first try more microbatches than 2, or shorter"),
+        (
+            {"device": 32 * MiB},
+            HOST,
+            {"boundary": 64 * MiB},
+            "first try more microbatches than 2, or shorter",
+        ),
+        # All that fewer tokens could free is less than what is lacking.
+        ({"device": MiB}, HOST, {"boundary": 64 * MiB}, "first try a device budget of 331"),
+        # A home on disk would not fit either.
+        ({"device": 64 * MiB, "host": MiB, "disk": MiB}, HOST, {}, "first try a host budget of"),
         ({"device": 64 * MiB, "host": MiB}, HOST, {}, "first try the home on disk"),
         ({"device": 64 * MiB, "disk": MiB}, DISK, {}, "first try a disk budget of"),
         ({"device": 64 * MiB, "host": MiB}, STAGED, {}, "first try a host budget of"),

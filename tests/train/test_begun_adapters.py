@@ -18,7 +18,7 @@ import outsize
 from outsize.checkpoint.checkpoint_state import latest
 from outsize.config import Config, load_config
 from outsize.data.chat import CHATML_TEMPLATE
-from outsize.errors import CheckpointError, ConfigError, OutsizeError
+from outsize.errors import CheckpointError, ConfigError, InfeasiblePlanError, OutsizeError
 from outsize.functions import export
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
@@ -249,6 +249,68 @@ def test_a_run_begins_with_what_another_run_has_trained(begun: Path, tmp_path: P
     model = peft.PeftModel.from_pretrained(base, newest(first)).eval()
     rows = rows_of(second, tmp_path / "rows")[:SEQUENCES]
     assert losses == [model(**{k: torch.stack([row[k] for row in rows]) for k in rows[0]}).loss.item()]
+
+
+def losses_by(run: Any, lines: list[str]) -> list[float]:
+    losses: list[float] = []
+    outsize.train(run, progress=lambda record: losses.append(record.loss), announce=lines.append)
+    return losses
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_takes_for_a_model_what_generate_takes(method: str, begun: Path, tmp_path: Path):
+    first = run_of(begun, lora=LORA if method == "lora" else {}, steps=2, method=method)
+    first = first.model_copy(
+        update={"train": first.train.model_copy(update={"run_dir": str(tmp_path / "first")})}
+    )
+    train(first)
+    export(tmp_path / "first", tmp_path / "export")
+
+    def losses_of(place: Path) -> list[float]:
+        tree = first.model_dump(exclude={"lora", "train"}) | {
+            "model": {"path": str(place)},
+            "train": {
+                "steps": 2,
+                "tokens_per_step": 64,
+                "microbatches": 1,
+                "run_dir": str(tmp_path / f"of-{place.name}"),
+            },
+        }
+        lines: list[str] = []
+        losses = losses_by(tree, lines)
+        told = load_config(tmp_path / f"of-{place.name}" / "config.yaml")
+        assert told.train.method == method
+        assert any("is a run" in line for line in lines) == (place.name == "first")
+        return losses
+
+    by_run = losses_of(tmp_path / "first")
+    assert by_run == losses_of(newest(first)) == losses_of(tmp_path / "export")
+    if method == "lora":
+        named = run_of(
+            begun,
+            lora={"from": str(tmp_path / "first")},
+            loss="auto",
+            steps=2,
+            seed=0,
+            run_dir=str(tmp_path / "named"),
+        )
+        assert by_run == losses_by(named, [])
+
+
+@pytest.mark.parametrize("command", [outsize.train, outsize.verify])
+def test_what_is_refused_leaves_no_tokens(command: Any, begun: Path, tmp_path: Path):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    config = make_run(begun, data={"path": str(chats)}, memory={"device_memory": 2**16})
+    config = config.model_copy(update={"data": type(config.data)(path=str(chats))})
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"run_dir": str(tmp_path / "runs" / "a")})}
+    )
+    with pytest.raises(InfeasiblePlanError):
+        command(config)
+    assert list(tmp_path.iterdir()) == [chats]
 
 
 def test_verify_begins_with_adapters_too(begun: Path):

@@ -22,7 +22,7 @@ from outsize.checkpoint.files.checkpoint_files import (
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
 from outsize.checkpoint.files.checkpoint_map import Chunk, pieces
 from outsize.checkpoint.trainer_checkpoint import is_trainers
-from outsize.config import Config
+from outsize.config import Config, parse_config
 from outsize.config.messages import as_config_error
 from outsize.config.train_section import OWN_KEYS, LoraConfig
 from outsize.errors import ConfigError
@@ -97,6 +97,32 @@ def servable(model: str) -> str:
     if not is_run and not (path / CHECKPOINTS).is_dir():
         return model
     return str(exported(path))
+
+
+def with_saved_model(config: Config, announce: Callable[[str], None] = lambda _: None) -> Config:
+    """Return a run whose model may be named as `outsize generate` takes it: a run by its checkpoint, adapters by base.
+
+    Adapters go on as ``lora.from``, by ``train.method=lora`` unless the user says otherwise.
+
+    Raises:
+        OutsizeError: a run has no checkpoint, or adapters cannot be read or begun with.
+    """
+    path, teacher = servable(config.model.path), config.train.teacher and servable(config.train.teacher)
+    if path != config.model.path:
+        announce(f"note: {config.model.path} is a run, and this one begins with its weights in {path}")
+    tree = config.model_dump(exclude_unset=True, by_alias=True)
+    directory = Path(os.path.expanduser(path))
+    stored = None if (directory / "config.json").is_file() or not directory.is_dir() else find_adapters(path)
+    if stored is not None and tree.setdefault("train", {}).setdefault("method", "lora") == "lora":
+        tree["lora"] = {"from": path, **tree.get("lora", {})}
+        announce(f"note: {path} holds adapters of {stored.base}, which train on beside it (lora.from)")
+        path = stored.base
+    if (path, teacher) == (config.model.path, config.train.teacher):
+        return config
+    tree["model"]["path"] = path
+    if teacher is not None:
+        tree["train"]["teacher"] = teacher
+    return parse_config(tree)
 
 
 # What PEFT notes of adapters that says nothing of what they compute.

@@ -134,9 +134,7 @@ def doctor(
     beside: Annotated[
         list[Path] | None,
         typer.Option(
-            "--beside",
-            metavar="RUN",
-            help="Another run of the same model, with other tokens per step; repeatable.",
+            metavar="RUN", help="Another run of the same model, with other tokens per step; repeatable."
         ),
     ] = None,
     fail_on: Annotated[
@@ -144,8 +142,7 @@ def doctor(
         typer.Option(help="Exit with status 1 where a finding is as bad as this."),
     ] = "error",
     is_trial: Annotated[
-        bool,
-        typer.Option("--try", help="Train a few steps of RUN without and with its remedies."),
+        bool, typer.Option("--try", help="Train a few steps of RUN without and with its remedies.")
     ] = False,
     overrides: SetOption = None,
     steps: Annotated[int | None, typer.Option(min=2, help=_STEPS)] = None,

@@ -30,12 +30,11 @@ class GenerateOptions(ModelOptions):
     """What can be asked of the command, option by option."""
 
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to go on from; repeatable.")
+        list[str] | None, typer.Option(metavar="TEXT", help="Text to go on from; repeatable.")
     ] = None
     prompts: Annotated[
         Path | None,
         typer.Option(
-            "--prompts",
             metavar="FILE",
             help="File with a prompt on each line, or as .jsonl with prompt or messages; - is standard input.",
         ),
@@ -43,7 +42,6 @@ class GenerateOptions(ModelOptions):
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out",
             metavar="FILE",
             help="JSON lines, one for each prompt; given again, the command goes on behind the last.",
         ),
@@ -54,41 +52,35 @@ class GenerateOptions(ModelOptions):
             "--chat", help="Prompts are a user's messages; without one, a conversation line by line."
         ),
     ] = False
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="System message of --chat.")
-    ] = None
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message of --chat.")] = None
     json_lines: Annotated[
         bool, typer.Option("--json-lines", help="Print a JSON object for each prompt on stdout.")
     ] = False
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens to write per prompt.")] = 64
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write per prompt.")] = 64
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="String that a text is written up to; repeatable."),
+        typer.Option(metavar="TEXT", help="String that a text is written up to; repeatable."),
     ] = None
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that are computed together.")] = 1
+    batch_size: Annotated[int, typer.Option(help="Prompts that are computed together.")] = 1
     in_flight: Annotated[
         int | None,
         typer.Option(
-            "--in-flight",
-            min=1,
-            help="Batches that share each load of weights, at most; by default as many as hide it.",
+            min=1, help="Batches that share each load of weights, at most; by default as many as hide it."
         ),
     ] = None
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens; otherwise the likeliest one.")] = (
         False
     )
-    temperature: Annotated[float | None, typer.Option("--temperature", help="Of --sample.")] = None
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Of --sample: the likeliest tokens.")] = None
+    temperature: Annotated[float | None, typer.Option(help="Of --sample.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Of --sample: the likeliest tokens.")] = None
     top_p: Annotated[
-        float | None, typer.Option("--top-p", help="Of --sample: the likeliest tokens of that probability.")
+        float | None, typer.Option(help="Of --sample: the likeliest tokens of that probability.")
     ] = None
     min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", help="Of --sample: least share of the likeliest token's probability."),
+        float | None, typer.Option(help="Of --sample: least share of the likeliest token's probability.")
     ] = None
     seed: Annotated[
-        int | None,
-        typer.Option("--seed", help="Of --sample: prompt number i is drawn by this and i; default: 0."),
+        int | None, typer.Option(help="Of --sample: prompt number i is drawn by this and i; default: 0.")
     ] = None
 
 

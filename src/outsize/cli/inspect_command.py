@@ -28,18 +28,19 @@ def inspect(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model directory, bare config.json or hub id.")
     ],
-    dtype: Annotated[ComputeDtype, typer.Option("--dtype", help="Compute dtype.")] = "bf16",
+    dtype: Annotated[ComputeDtype, typer.Option(help="Compute dtype.")] = "bf16",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the units that a model is split into, and their bytes; reads no weights."""
+    from outsize.checkpoint.begun_adapters import servable
     from outsize.model import walk as inspection
 
     output = Output(as_json=as_json)
     with output.guarded():
-        figures = inspection.inspect(model, dtype=dtype, trust_remote_code=trust_remote_code)
+        figures = inspection.inspect(servable(model), dtype=dtype, trust_remote_code=trust_remote_code)
         output.emit(figures)
         output.print_result(_table(figures))
 
@@ -80,11 +81,13 @@ def _runs_of_equals(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], d
 @partial(with_run_options, has_dry_run=False)
 def data(config: "Config", output: Output) -> None:
     """Show what would be trained: documents, their lengths, what is cut, and the first one as the model sees it."""
+    from outsize.functions import config_of
     from outsize.objectives import objective_data
     from outsize.objectives.recipes import RECIPES, objective_of
     from outsize.training.forecast import preview
 
     notes: list[str] = []
+    config = config_of(config, notes.append)
     objective = objective_of(config)
     if objective is not None and RECIPES[objective].fields:
         figures = objective_data.preview(config, objective, notes.append)
@@ -155,19 +158,17 @@ def export(
         bool, typer.Option("--merge", help="Merge the adapters of a LoRA run into its model, unit by unit.")
     ] = False,
     gguf: Annotated[
-        Path | None, typer.Option("--gguf", metavar="FILE", help="Write it for llama.cpp and Ollama as well.")
+        Path | None, typer.Option(metavar="FILE", help="Write it for llama.cpp and Ollama as well.")
     ] = None,
     push: Annotated[
-        str | None,
-        typer.Option("--push", metavar="OWNER/NAME", help="Send it to the hub as well, with a card."),
+        str | None, typer.Option(metavar="OWNER/NAME", help="Send it to the hub as well, with a card.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: everybody may see it.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="With --merge: let code of the model run.")
     ] = False,
     base: Annotated[
-        str | None,
-        typer.Option("--base", metavar="MODEL", help="With --merge: the model, if it is not where it was."),
+        str | None, typer.Option(metavar="MODEL", help="With --merge: the model, if it is not where it was.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -41,14 +41,10 @@ class ProbeOptions:
         ),
     ] = None
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            "--tokenizer", metavar="FILE", help="Time this tokenizer.json instead of one made here."
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Time this tokenizer.json instead of one made here.")
     ] = None
     tensors: Annotated[
-        Path | None,
-        typer.Option("--tensors", metavar="FILE", help="Try every codec on this safetensors file."),
+        Path | None, typer.Option(metavar="FILE", help="Try every codec on this safetensors file.")
     ] = None
     num_ranks: Annotated[
         int | None,
@@ -74,11 +70,7 @@ def probe(options: ProbeOptions, output: Output) -> None:
 
     old = machine_file.read(options.old_file) if options.old_file else None
     _check(options)
-    wishes = Wishes(
-        tokenizer=options.tokenizer,
-        tensors=options.tensors,
-        num_ranks=options.num_ranks,
-    )
+    wishes = Wishes(tokenizer=options.tokenizer, tensors=options.tensors, num_ranks=options.num_ranks)
     with _progress(output) as announce:
         effort = FULL if options.full else QUICK
         probed = run_probe(effort, options.directories or [Path()], announce=announce, wishes=wishes)

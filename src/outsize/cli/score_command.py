@@ -35,25 +35,20 @@ class ScoreOptions(ModelOptions):
     data: Annotated[
         Path,
         typer.Option(
-            "--data",
             help="JSON lines with prompt or messages and completion, or with text; a text file; or the YAML file of a "
-            "run that learns from a teacher, for its sequences.",
+            "run that learns from a teacher, for its sequences."
         ),
     ]
     out: Annotated[
-        Path,
-        typer.Option("--out", help="JSON lines; of logits and hidden states a directory of safetensors."),
+        Path, typer.Option(help="JSON lines; of logits and hidden states a directory of safetensors.")
     ]
-    want: Annotated[Scored, typer.Option("--want", help="What is wanted of each text.")] = "logprobs"
+    want: Annotated[Scored, typer.Option(help="What is wanted of each text.")] = "logprobs"
     context: Annotated[
         int | None,
-        typer.Option(
-            "--context", min=2, help="Tokens of the pieces that a text file is cut into; default: 1024."
-        ),
+        typer.Option(min=2, help="Tokens of the pieces that a text file is cut into; default: 1024."),
     ] = None
     top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", min=1, help="Of logits write the K largest alone; less than all of them."),
+        int | None, typer.Option(min=1, help="Of logits write the K largest alone; less than all of them.")
     ] = None
 
     @property
@@ -73,10 +68,8 @@ def score(options: ScoreOptions, output: Output) -> None:
         raise ConfigError("--top-k is of --want logits; leave it out")
     if options.context is not None and (_is_run(options) or options.data.suffix == ".jsonl"):
         raise ConfigError(f"--context cuts a text file into pieces, and {options.data} is none; leave it out")
-    context = options.context or _CONTEXT
-    options = replace(
-        options, model=servable(options.model), context=context
-    )  # a run may save a newer checkpoint meanwhile
+    # A run may save a newer checkpoint meanwhile.
+    options = replace(options, model=servable(options.model), context=options.context or _CONTEXT)
     figures, tell = ScoringFigures(), now_and_then(output.say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(results_at(options.out, _settings(options), in_files=options.in_files))

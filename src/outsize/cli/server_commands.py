@@ -68,7 +68,7 @@ class ServeOptions(ModelOptions):
         int, typer.Option(min=0, max=65535, help="On the loopback; 0 takes one that is free.")
     ] = 8000
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="Of an answer, where a request does not say.")
+        int, typer.Option(min=1, help="Of an answer, where a request does not say.")
     ] = 256
     most_waiting: Annotated[
         int,

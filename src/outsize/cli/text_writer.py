@@ -30,17 +30,17 @@ class ModelOptions:
         str, typer.Argument(metavar="MODEL", help="Model directory, hub id, run directory, or adapters.")
     ]
     base: Annotated[
-        str | None, typer.Option("--base", metavar="MODEL", help="The model of adapters, if not as they say.")
+        str | None, typer.Option(metavar="MODEL", help="The model of adapters, if not as they say.")
     ] = None
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto"
-    device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="Budget on the device, e.g. 64MiB or 20GiB.")
-    ] = None
-    home: Annotated[Home, typer.Option("--home", help="Where the weights rest.")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, emulated:1 or auto.")] = "auto"
+    device_memory: Annotated[str | None, typer.Option(help="Budget on the device, e.g. 64MiB or 20GiB.")] = (
+        None
+    )
+    home: Annotated[Home, typer.Option(help="Where the weights rest.")] = "auto"
     store_dir: Annotated[
-        Path | None, typer.Option("--store-dir", help="Directory of a disk home, best on a local NVMe.")
+        Path | None, typer.Option(help="Directory of a disk home, best on a local NVMe.")
     ] = None
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="Of weights and computation.")] = "auto"
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and computation.")] = "auto"
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let Python code that comes with the model run.")
     ] = False
@@ -57,12 +57,17 @@ def state_of_model(model: str, base: str | None = None) -> str:
         OutsizeError: there is no such model.
     """
     from outsize.checkpoint.files.checkpoint_files import locate_checkpoint, state_of_files
+
+    directories = [locate_checkpoint(place).resolve() for place in _places(model, base)]
+    return digest_of([[str(each), state_of_files(each)] for each in directories])
+
+
+def _places(model: str, base: str | None) -> list[str | Path]:
+    """Return where a model lies, or adapters and their base."""
     from outsize.model.stored_adapters import find_adapters
 
     adapters = find_adapters(model, base)
-    places: list[str | Path] = [model] if adapters is None else [adapters.directory, adapters.base]
-    directories = [locate_checkpoint(place).resolve() for place in places]
-    return digest_of([[str(each), state_of_files(each)] for each in directories])
+    return [model] if adapters is None else [adapters.directory, adapters.base]
 
 
 class TextWriter:
@@ -71,7 +76,6 @@ class TextWriter:
     def __init__(self, options: ModelOptions, head: Literal["auto", "none"] = "auto") -> None:
         import outsize
         from outsize.checkpoint.begun_adapters import servable
-        from outsize.model.stored_adapters import find_adapters
         from outsize.wrapped.writing.text import check_model
 
         place = servable(options.model)
@@ -91,11 +95,7 @@ class TextWriter:
             stack.callback(self._close)
             if head == "auto":
                 check_model(self._model)
-            adapters = find_adapters(place, options.base)
-            places: list[str | Path] = [place]
-            if adapters is not None:
-                places = [adapters.directory, adapters.base]
-            self._tokenizer = _tokenizer(places, options.trust_remote_code)
+            self._tokenizer = _tokenizer(_places(place, options.base), options.trust_remote_code)
             self._stack = stack.pop_all()
 
     def check_settings(self) -> None:

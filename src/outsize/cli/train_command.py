@@ -40,18 +40,20 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     """
     from outsize.cli.text.console import Progress
     from outsize.cli.text.records_text import print_plan
+    from outsize.functions import config_of
     from outsize.group.gloo import launched
     from outsize.training.evaluation import Interrupt
 
+    place = launched()
     with Interrupt() as starting:
         starting.doing = "torch and transformers were loaded"
         from outsize.objectives.recipes import training_of
 
+        config = config_of(config, output.say if place is None or place.rank == 0 else lambda _: None)
         train_run = training_of(config)
     if dry_run:
         print_plan(config, output)
         return
-    place = launched()
     if place is not None and place.rank > 0:  # rank 0 speaks for all
         train_run(config)
         return
@@ -125,8 +127,10 @@ def verify(config: "Config", output: Output, dry_run: bool) -> None:
     Exit status 1 where they differ. The resident run needs memory for the whole training state.
     """
     from outsize.cli.text.records_text import print_plan
+    from outsize.functions import config_of
     from outsize.training import short_runs as comparison
 
+    config = config_of(config, output.say)
     if dry_run:
         print_plan(config, output)
         return
@@ -174,13 +178,14 @@ def sweep(
     """
     from outsize.config import load_config
     from outsize.config.load import dump_config
+    from outsize.functions import config_of
     from outsize.training import short_runs
 
     output = Output(as_json=as_json)
     with output.guarded():
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
-        config = load_config(config_path, overrides or ())
+        config = config_of(load_config(config_path, overrides or ()), output.say)
         config = short_runs.settled(config, output.say)
         sizes = sorted(set(tokens_per_step or short_runs.sizes_around(config)))
         rows = short_runs.sweep(config, sizes, steps, output.say)

@@ -178,10 +178,6 @@ class Making:
         store = self._cached(DocumentReader(sources, forced, corpus), self.tokenizer)
         try:
             store.reach(self.first_tokens or 0)
-            if store.detected.mask_source == "fallback template":
-                logger.warning(
-                    "the tokenizer has no chat template; conversations are written with a plain one"
-                )
             return store, store.detected
         except BaseException:  # a thread may be writing
             store.close()

@@ -83,18 +83,16 @@ class Detected:
             )
             if count
         )
-        untrained = (
-            f"  {_plural(self.num_untrained, 'document')} with nothing to train\n"
-            if self.num_untrained
-            else ""
-        )
+        count = self.num_untrained
+        untrained = f"  {_plural(count, 'document')} with nothing to train\n" if count else ""
+        plain = ": the tokenizer has no chat template" if self.mask_source == "fallback template" else ""
         notes = "".join(f"  {line}\n" for line in self.notes)
         bad = "".join(f"  left out: {line}\n" for line in self.bad)
         return (
             f"data: format {self.format} ({how}{fields}), {_plural(self.num_files, 'file')}"
             f"{f' (left out: {left_out})' if left_out else ''}\n"
             f"  {documents}{format_count(self.num_tokens)} tokens, {self.trained_share:.1%} trained "
-            f"({self.mask_source})\n{untrained}{bad}{notes}"
+            f"({self.mask_source}{plain})\n{untrained}{bad}{notes}"
         ).rstrip("\n")
 
     def shown(self) -> str:

@@ -117,11 +117,12 @@ def _rank(finding: Finding, verdict: str) -> tuple[bool, bool, float, int]:
 
 
 def _tempered(findings: list[Finding]) -> list[Finding]:
-    """Return the findings with what is good only worth knowing beside trouble, and the trouble as its fix."""
+    """Return the findings with what is good only worth knowing beside trouble, whose fix it points to."""
     trouble = [finding for finding in findings if finding.severity in ("error", "warning")]
     if not trouble:
         return findings
-    fix = max(trouble, key=lambda finding: finding.gain_share or 0.0).fix
+    worst = max(trouble, key=lambda finding: finding.gain_share or 0.0)
+    fix = f"nothing of this itself; of the {worst.severity} beside it: {worst.fix}"
     return [replace(f, severity="info", fix=fix) if f.severity == "good" else f for f in findings]
 
 

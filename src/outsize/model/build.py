@@ -226,14 +226,10 @@ def _require_config(path: Path) -> Any:
         adapters = path.parent / ADAPTER_CONFIG
         if adapters.is_file():
             raise CheckpointError(
-                f"{path.parent} holds adapters, and not the model that they adapt: to train them on, write that model "
-                f"as model.path, with train.method=lora and lora.from={path.parent}; outsize generate and outsize.load "
-                "take them as they are"
+                f"{path.parent} holds adapters, and not the model that they adapt; name that model here; with "
+                f"train.method=lora and lora.from={path.parent} they train on"
             )
-        saved = sorted(path.parent.glob("checkpoints/step-????????"))
-        run = f"is a run: name one of its checkpoints, such as {saved[-1]}" if saved else ""
-        why = run or f"has no {path.name}; a Hugging Face model directory has one"
-        raise CheckpointError(f"{path.parent} {why}")
+        raise CheckpointError(f"{path.parent} has no {path.name}; a Hugging Face model directory has one")
     fields = files.read_json(path, CheckpointError, "download it again")
     check_sizes(fields, path)
     return fields

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from outsize import files
-from outsize.errors import StorageError, explain
+from outsize.errors import OutsizeError, StorageError, explain
 from outsize.storage.prealloc import sync_directory
 from outsize.units import format_bytes
 
@@ -51,6 +51,18 @@ def needed_directory(path: Path, key: str) -> Iterator[None]:
         for directory in absent:
             with suppress(OSError):  # in use, or never made
                 files.system().rmdir(directory)
+
+
+@contextmanager
+def removed_if_refused(path: Path, may_remove: bool = True) -> Iterator[None]:
+    """Remove ``path`` with all in it where it is made meanwhile and an `OutsizeError` is raised."""
+    is_new = may_remove and not path.exists()
+    try:
+        yield
+    except OutsizeError:
+        if is_new:
+            files.system().remove_tree(path)
+        raise
 
 
 @contextmanager

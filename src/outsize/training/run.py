@@ -34,6 +34,7 @@ from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch, bound, placement_of
 from outsize.session.run_state import Position, changed_settings, check_same_data
 from outsize.session.stream import StreamedTrainer
+from outsize.storage.directory import removed_if_refused
 from outsize.storage.prealloc import storage_errors
 from outsize.storage.record import CommitRecord
 from outsize.streamed.spec import RunSpec
@@ -100,13 +101,14 @@ def _train(
     set_thresholds(heap=False)
     resumed = run_checkpoint.find(config.train.resume, run_dir)
     interrupt.doing = "the data was read and tokenised"
-    with ranks.first_goes_first():
-        settled = settle(config, run_dir, announce, resumed=resumed, num_ranks=ranks.group.size)
-    config = settled.config
-    interrupt.doing = "the model was built, measured and planned"
     if ranks.is_first:  # last on the way out, when no lane can write any more
         stack.callback(remove_litter, run_dir / CHECKPOINTS)
-    prepared, rates = _prepared(settled, ranks, resumed)
+    with removed_if_refused(run_dir / "data", ranks.is_first):
+        with ranks.first_goes_first():
+            settled = settle(config, run_dir, announce, resumed=resumed, num_ranks=ranks.group.size)
+        config = settled.config
+        interrupt.doing = "the model was built, measured and planned"
+        prepared, rates = _prepared(settled, ranks, resumed)
     record = newest_home(prepared, own_dir, resumed, announce)
     if prepared.config.train.epochs is None and (done := _done(prepared, resumed, announce)) is not None:
         return _nothing_done(prepared, run_dir, done)
@@ -144,8 +146,7 @@ def _say_what_happens(
     """Say in one line what is about to be trained, for how long, and where its state lies."""
     resumed, record = saved
     done = 0 if resumed is None else run_checkpoint.position_of(resumed).step
-    if record is not None:
-        done = max(done, int(record.state["step"]))
+    done = done if record is None else max(done, int(record.state["step"]))
     step_s = None if expected is None else expected.step_s
     num_sequences = None if prepared.config.data.window is not None else dataset.num_sequences
     announce(headline(prepared, step_s, num_sequences=num_sequences, done=done))

@@ -31,7 +31,7 @@ from outsize.session.decide.decide import plan_run
 from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch
 from outsize.session.stream import StreamedTrainer
-from outsize.storage.directory import needed_directory, temporary_directory
+from outsize.storage.directory import needed_directory, removed_if_refused, temporary_directory
 from outsize.streamed.spec import RunSpec
 from outsize.training.defaults import settle
 from outsize.training.loop import batches_ahead
@@ -52,6 +52,8 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         run_dir = config.train.run_dir
         directory = Path(run_dir) if run_dir else stack.enter_context(temporary_directory())
         stack.enter_context(needed_directory(directory, "train.run_dir"))
+        settling = stack.enter_context(contextlib.ExitStack())
+        settling.enter_context(removed_if_refused(directory / "data"))
         settled = settle(config, directory, announce)
         config = settled.config
         run = replace(RunSpec.of(config, directory), may_unpack=settled.may_unpack)
@@ -62,6 +64,7 @@ def verify(config: Config, *, announce: Callable[[str], None] = lambda _: None) 
         if begun is not None:
             check_model_files(begun)
         prepared, _ = plan_run(replace(run, config=config), announce, adapters_from=begun)
+        settling.close()
         for note in notes_of(config, prepared):
             announce(note)
         dataset = stack.enter_context(open_dataset(prepared.config, prepared, directory, announce))

@@ -23,10 +23,7 @@ from outsize.units import format_bytes, format_seconds
 
 # Options of the command that say what is printed or written beside a prediction.
 REPORTING = frozenset(
-    (
-        *("largest", "compare", "what_if", "full"),
-        *("advice", "timeline", "output_file", "named"),
-    )
+    (*("largest", "compare", "what_if", "full"), *("advice", "timeline", "output_file", "named"))
 )
 
 

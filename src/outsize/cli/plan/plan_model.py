@@ -36,7 +36,6 @@ SETTINGS = {
     "model.dtype": "dtype",
     "model.products": "products",
     "model.compile": "compile",
-    "data.path": "data",
     "train.microbatches": "microbatches",
     "train.mlp_parts": "mlp_parts",
     "train.head_chunk_tokens": "head_chunk_tokens",
@@ -54,6 +53,7 @@ SETTINGS = {
 }
 # More of them, which options write in another way.
 _ALSO = {
+    "data.path": "data",
     "train.method": "method",
     "data.seq_len": "seq_len",
     "lora.r": "lora_r",
@@ -76,11 +76,16 @@ def read_run(path: str) -> Config:
 
 
 def with_run(options: PlanFlags) -> PlanFlags:
-    """Return ``options`` with the settings of the run whose file is their model, but for those that the user wrote.
+    """Return ``options`` with the settings of the run that is their model, but for those that the user wrote.
+
+    A run is named by its YAML file, or by its directory.
 
     Raises:
         ConfigError: the file cannot be read, or is wrong.
     """
+    directory = Path(os.path.expanduser(options.model))
+    if (directory / "config.yaml").is_file() and not (directory / "config.json").is_file():
+        options = replace(options, model=str(directory / "config.yaml"))
     if not is_run(options.model):
         return options
     run = read_run(options.model)
@@ -229,10 +234,7 @@ class AskedModel:
             spec=counts.spec,
             workload_of=_workload_of(counts, config),
             in_mlp_parts=self._in_parts(config) if counts.can_part and as_they_are else None,
-            notes=(
-                *notes,
-                f"counted on the model that {library} builds of a {kind} config, without weights",
-            ),
+            notes=(*notes, f"counted on the model that {library} builds of a {kind} config, without weights"),
         )
 
     def _in_parts(self, config: Config) -> Callable[[int], WorkloadOf]:
@@ -261,11 +263,7 @@ def adapted_modules(text: str | None) -> str | tuple[str, ...] | None:
 def _compiled(work: Workload) -> Workload:
     """Return what compiled blocks take: nothing from within is kept by itself, and no recompute ends early."""
     return replace(
-        work,
-        recompute_flops=work.forward_flops,
-        attention_bytes=(),
-        attention_flops=(),
-        products_bytes=(),
+        work, recompute_flops=work.forward_flops, attention_bytes=(), attention_flops=(), products_bytes=()
     )
 
 

@@ -7,16 +7,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import typer
 
-from outsize.choices import (
-    Clip,
-    Compile,
-    ComputeDtype,
-    Home,
-    MastersOrAuto,
-    Method,
-    Moments,
-    NewtonSchulz,
-)
+from outsize.choices import Clip, Compile, ComputeDtype, Home, MastersOrAuto, Method, Moments, NewtonSchulz
 from outsize.codecs.codec_spec import FrozenCodec, TransportWeights, WireGradients
 from outsize.errors import ConfigError
 
@@ -125,8 +116,7 @@ class PlanFlags:
         None
     )
     commits: Annotated[
-        Literal["step", "none"],
-        typer.Option(help="When a home on disk commits; none takes half the disk."),
+        Literal["step", "none"], typer.Option(help="When a home on disk commits; none takes half the disk.")
     ] = "step"
     resident: Annotated[
         str,
@@ -209,8 +199,8 @@ class PlanFlags:
     ] = False
     advice: Annotated[bool, typer.Option(help="Also predict what would help.")] = True
     data: Annotated[
-        str, typer.Option(help="Data to train on: counted, where it is there, for the time of --epochs.")
-    ] = "data"
+        str | None, typer.Option(metavar="PATH", help="Data to train on: counted, for the time of --epochs.")
+    ] = None
     epochs: Annotated[
         int | None, typer.Option(min=1, help="Times that --data is trained on; 1 where that is there.")
     ] = None

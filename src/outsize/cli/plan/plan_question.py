@@ -205,6 +205,7 @@ def _config(
     tokens_per_step = options.tokens_per_step
     flags: dict[str, Any] = {
         **{setting: getattr(options, name) for setting, name in SETTINGS.items()},
+        "data.path": options.data or "data",
         "memory.resident": int(options.resident) if options.resident.isdigit() else options.resident,
         "model.path": model.path,
         "train.method": options.method,
@@ -286,11 +287,12 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
         ConfigError: both are named, or data that are not there.
         DataError: data that cannot be read.
     """
-    text, data = options.tokens, Path(options.data)
+    text, data = options.tokens, Path(options.data or "")
     if options.epochs is not None and text is not None:
         raise ConfigError("--epochs says how often --data is trained on, --tokens how much: leave one out")
-    if options.epochs is not None and not data.exists():
-        raise ConfigError(f"--epochs: no data at {data}; name them with --data")
+    if options.epochs is not None and (options.data is None or not data.exists()):
+        where = "" if options.data is None else f" at {data}"
+        raise ConfigError(f"--epochs: no data{where}; name them with --data")
     if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
         counted, epochs = count_data(data, Path(model_path), read_by), options.epochs or 1
         times = f", {epochs} times" if epochs > 1 else ""

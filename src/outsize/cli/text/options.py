@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from outsize.cli.text.console import Output
-
-if TYPE_CHECKING:
-    pass
 
 # The help repeats the heart of each key's description: reading it from there would slow every `--help` down.
 FLAGS: Sequence[tuple[str, str, type, str]] = (
@@ -26,12 +23,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
     ("--steps", "train.steps", int, "Optimizer steps."),
     ("--epochs", "train.epochs", float, "How often the data are used, in place of --steps."),
     ("--batch-size", "train.batch_size", int, "Sequences per step, in place of --tokens-per-step."),
-    (
-        "--tokens-per-step",
-        "train.tokens_per_step",
-        int,
-        "Tokens per step, a multiple of --seq-len.",
-    ),
+    ("--tokens-per-step", "train.tokens_per_step", int, "Tokens per step, a multiple of --seq-len."),
     ("--seq-len", "data.seq_len", int, "Tokens per sequence."),
     ("--pack", "data.pack", str, "How documents become sequences: stream, documents or none."),
     ("--eval-split", "eval.split", float, "Share of the data that is held out and measured on."),
@@ -51,7 +43,7 @@ FLAGS: Sequence[tuple[str, str, type, str]] = (
         "--resume",
         "train.resume",
         str,
-        "auto continues the run in --run-dir; a path, that checkpoint in a new one.",
+        "auto: the run in --run-dir goes on; a path: that checkpoint, in a new one.",
     ),
 )
 
@@ -73,9 +65,7 @@ RunCommand = Callable[..., None]
 Options = TypeVar("Options")
 
 
-def with_options(
-    kind: type[Options],
-) -> Callable[[Callable[[Options, Output], None]], Callable[..., None]]:
+def with_options(kind: type[Options]) -> Callable[[Callable[[Options, Output], None]], Callable[..., None]]:
     """Return what makes of ``command(options, output)`` a function with an option for each field of ``kind``.
 
     Args:

@@ -181,6 +181,8 @@ SPLIT24 = "optimizer.masters=split24"
 # What codecs of a frozen model leave of 16-bit weights at most, with their scales; what rounds least comes first.
 BASE_SHARES = {"int8": 0.54, "nf4": 0.29}
 _FEWER_TOKENS = "fewer tokens per step"
+# Classes of memory that are smaller with fewer tokens at once.
+OF_TOKENS = ("activations", "workspace", "shared", "saved activations")
 
 
 def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[str, PlanOptions]]:
@@ -284,12 +286,13 @@ def what_to_try(
     needed = sum(memory[tier].values())
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
+    of_tokens = sum(memory[tier].get(name, 0) for name in OF_TOKENS)
     chosen = options.activations not in ("auto", "recompute")
     if options.resident and not shortage(replace(options, resident=0)):
         advice = "memory.resident=auto, which takes as many as fit"
     elif chosen and not shortage(replace(options, activations="auto")):
         advice = "memory.activations=auto, which keeps what has room"
-    elif tier == "device" and largest in ("activations", "workspace", "shared"):
+    elif tier == "device" and largest in OF_TOKENS and short_by[tier] < of_tokens:
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
     elif state.whole and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
         advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=adamw, which steps units piece by piece"
@@ -297,18 +300,17 @@ def what_to_try(
         advice = f"lora.base_codec={codecs[0]}, which takes about {BASE_SHARES[codecs[0]]:.0%} of these bytes"
     elif tier == "host" and options.home == "host":
         room = needed - short_by[tier] > memory[tier].get("home", 0)
-        otherwise = (
-            "the home on disk" if options.may_be_on_disk else f"a host budget of {format_bytes(needed)}"
-        )
+        on_disk = options.may_be_on_disk and not shortage(replace(options, home="disk", below="disk"))
+        otherwise = "the home on disk" if on_disk else f"a host budget of {format_bytes(needed)}"
         if room and not options.cut:
             fits_one = not shortage(replace(options, microbatches=1, round_microbatches=None))
             otherwise = _FEWER_TOKENS if fits_one else smaller_microbatches(options, None)
         advice = _smaller_state(options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
-        advice = (
-            f"a disk budget of {format_bytes(needed)}, or memory.commits=none, which needs about half of it and goes "
-            "back to the last checkpoint after a crash"
-        )
+        advice = f"a disk budget of {format_bytes(needed)}"
+        if not shortage(replace(options, commits=False)):
+            advice += ", or memory.commits=none, which needs about half of it and "
+            advice += "goes back to the last checkpoint after a crash"
     else:
         advice = f"a {tier} budget of {format_bytes(needed)}"
     if tier == "device":

@@ -16,7 +16,12 @@ from outsize.planner.memory.memory_table import Demand
 from outsize.planner.program.stages import HALVES, Stages
 from outsize.planner.program.step_layout import StepLayout
 from outsize.planner.search.forward_plan import frozen_units, spread
-from outsize.planner.search.microbatch_search import PER_GPU, smaller_microbatches, without_products
+from outsize.planner.search.microbatch_search import (
+    OF_TOKENS,
+    PER_GPU,
+    smaller_microbatches,
+    without_products,
+)
 from outsize.planner.search.partition import Pipeline, partition
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.stage_memory import (
@@ -359,9 +364,9 @@ def _what_to_try(
         "offloaded activations": "memory.activations=auto, which keeps what has room",
         "weight slots": f"devices with {needed}",
         "gradient accumulators": f"devices with {needed}",
-        "saved activations": smaller_microbatches(options, None),
     }.get(largest)
-    if advice is None and tier == "device":
+    can_free = short_by[tier] < sum(classes.get(name, 0) for name in OF_TOKENS)
+    if advice is None and can_free and (tier == "device" or largest == "saved activations"):
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
     elif advice is None:
         on_host = largest == "home" and options.home == "host" and options.may_be_on_disk
