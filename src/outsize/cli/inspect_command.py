@@ -81,13 +81,13 @@ def _runs_of_equals(units: list[dict[str, Any]]) -> list[tuple[dict[str, Any], d
 @partial(with_run_options, has_dry_run=False)
 def data(config: "Config", output: Output) -> None:
     """Show what would be trained: documents, their lengths, what is cut, and the first one as the model sees it."""
-    from outsize.functions import config_of
+    from outsize.checkpoint.begun_adapters import with_saved_model
     from outsize.objectives import objective_data
     from outsize.objectives.recipes import RECIPES, objective_of
     from outsize.training.forecast import preview
 
     notes: list[str] = []
-    config = config_of(config, notes.append)
+    config = with_saved_model(config, notes.append)
     objective = objective_of(config)
     if objective is not None and RECIPES[objective].fields:
         figures = objective_data.preview(config, objective, notes.append)

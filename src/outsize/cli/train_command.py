@@ -38,9 +38,9 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
     Ctrl-C ends after the step under way, saves, and exits with status 0; a second one stops at once, with 130. Started
     by torchrun, the processes train together, see docs/nodes.md.
     """
+    from outsize.checkpoint.begun_adapters import with_saved_model
     from outsize.cli.text.console import Progress
     from outsize.cli.text.records_text import print_plan
-    from outsize.functions import config_of
     from outsize.group.gloo import launched
     from outsize.training.evaluation import Interrupt
 
@@ -49,7 +49,7 @@ def train(config: "Config", output: Output, dry_run: bool, verbose: bool) -> Non
         starting.doing = "torch and transformers were loaded"
         from outsize.objectives.recipes import training_of
 
-        config = config_of(config, output.say if place is None or place.rank == 0 else lambda _: None)
+        config = with_saved_model(config, output.say if place is None or place.rank == 0 else lambda _: None)
         train_run = training_of(config)
     if dry_run:
         print_plan(config, output)
@@ -126,11 +126,11 @@ def verify(config: "Config", output: Output, dry_run: bool) -> None:
 
     Exit status 1 where they differ. The resident run needs memory for the whole training state.
     """
+    from outsize.checkpoint.begun_adapters import with_saved_model
     from outsize.cli.text.records_text import print_plan
-    from outsize.functions import config_of
     from outsize.training import short_runs as comparison
 
-    config = config_of(config, output.say)
+    config = with_saved_model(config, output.say)
     if dry_run:
         print_plan(config, output)
         return
@@ -176,16 +176,16 @@ def sweep(
 
     The best is the smallest size within 2 % of the most tokens per second.
     """
+    from outsize.checkpoint.begun_adapters import with_saved_model
     from outsize.config import load_config
     from outsize.config.load import dump_config
-    from outsize.functions import config_of
     from outsize.training import short_runs
 
     output = Output(as_json=as_json)
     with output.guarded():
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
-        config = config_of(load_config(config_path, overrides or ()), output.say)
+        config = with_saved_model(load_config(config_path, overrides or ()), output.say)
         config = short_runs.settled(config, output.say)
         sizes = sorted(set(tokens_per_step or short_runs.sizes_around(config)))
         rows = short_runs.sweep(config, sizes, steps, output.say)
