@@ -250,9 +250,8 @@ def read_bytes(path: Path, most: int = _MOST_AT_ONCE) -> bytes:
     """
     with path.open("rb") if str(path).startswith(_PIPES) else open_binary(path, "r") as file:
         size, pieces = os.fstat(file.fileno()).st_size, []
-        while size <= most and (
-            piece := file.read(_COPY_BYTES)
-        ):  # one read of all would take `most` of memory
+        # One read of all would take `most` of memory.
+        while size <= most and (piece := file.read(_COPY_BYTES)):
             pieces.append(piece)
             size = max(size, len(pieces) * _COPY_BYTES - _COPY_BYTES + len(piece))
     if size > most:
@@ -389,9 +388,8 @@ def make_directories(path: Path) -> None:
     """Make a directory and its parents; an existing directory is no error."""
     if path.is_dir():
         return
-    if (
-        path.parent != path and not path.parent.exists()
-    ):  # what is there but no directory is for mkdir to tell
+    # What is there but no directory is for mkdir to tell.
+    if path.parent != path and not path.parent.exists():
         make_directories(path.parent)
     try:
         _system.mkdir(path)

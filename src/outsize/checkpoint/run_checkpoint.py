@@ -148,9 +148,8 @@ def check_same_method(directory: Path, config: Config) -> None:
         CheckpointError: the checkpoint's state cannot be read.
         ConfigError: it trains something else.
     """
-    if not trainer_checkpoint.is_trainers(
-        directory
-    ):  # of those adapters say what they are, see `begun_adapters`
+    # Of those adapters say what they are, see `begun_adapters`.
+    if not trainer_checkpoint.is_trainers(directory):
         run_state.check_same_method(read_state(directory), directory, config)
 
 

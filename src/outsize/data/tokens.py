@@ -67,9 +67,8 @@ class ArrayReader:
             for file, end in zip(files, self._ends, strict=True)
         ]
         self._descriptors: list[int] = []
-        self._close = weakref.finalize(
-            self, _close_all, self._descriptors
-        )  # with the reader, if nobody calls close
+        # With the reader, if nobody calls close.
+        self._close = weakref.finalize(self, _close_all, self._descriptors)
         for file in files:
             try:
                 self._descriptors.append(system().open(file.path, os.O_RDONLY))

@@ -131,9 +131,8 @@ class Source:
         rows = torch.empty((len(numbers), *tensor.shape[1:]), dtype=dtype, device=self._device.torch_device)
         table = self.table(unit, tensor)
         if table is not None:
-            if (
-                width * dtype.itemsize >= LARGE_ROW_BYTES
-            ):  # from where they lie pinned: an expert, not a token
+            # From where they lie pinned: an expert, not a token.
+            if width * dtype.itemsize >= LARGE_ROW_BYTES:
                 for row, number in enumerate(numbers.tolist()):
                     self._device.copy(rows[row], table[number])
             else:

@@ -257,9 +257,8 @@ class Boundaries:
             if called is not module:
                 if not had_own:
                     return type(called).forward(called, *args, **kwargs)
-                if (
-                    isinstance(real, MethodType) and real.__self__ is module
-                ):  # perhaps itself a copy's boundary
+                # Perhaps itself a copy's boundary.
+                if isinstance(real, MethodType) and real.__self__ is module:
                     return real.__func__(called, *args, **kwargs)
                 return real(*args, **kwargs)
             current = greenlet.getcurrent()

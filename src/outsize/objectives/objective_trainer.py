@@ -119,9 +119,8 @@ class ByConfig(TrainerSteps):
             adapters, base = getattr(self.model, "peft_config", {}).values(), cast(Any, streamed(self.model))
             if any(adapter.task_type == "SEQ_CLS" for adapter in adapters):
                 self.model.config.save_pretrained(directory)  # names of classes, which adapters do not tell
-            if (
-                adapters and getattr(base, "generation_config", None) is not None
-            ):  # nor the marks that end a text
+            # Nor do adapters tell the marks that end a text.
+            if adapters and getattr(base, "generation_config", None) is not None:
                 with generation_config_as_it_is(base, directory):
                     base.generation_config.save_pretrained(directory)
             for path in (*directory.rglob("*"), directory, directory.parent):

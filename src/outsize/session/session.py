@@ -188,9 +188,8 @@ class Session:
         self.close_engine()
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget_engine)
-            if (
-                self.machine.home == "disk"
-            ):  # another session that has made it may have ended, and taken it along
+            # Another session that has made it may have ended, and taken it along.
+            if self.machine.home == "disk":
                 stack.enter_context(needed_directory(self._store.directory, self._store.setting))
             buffers = stack.enter_context(contextlib.closing(self._arena(self._tier_below)))
             between = (self.pool, buffers, self.ledger)

@@ -119,9 +119,8 @@ class DirectFile:
         except BaseException:
             self._release()
             raise
-        self._end = weakref.finalize(
-            self, _close, self._descriptor
-        )  # also of an owner who let go without closing
+        # Also of an owner who let go without closing.
+        self._end = weakref.finalize(self, _close, self._descriptor)
         self._end.atexit = False
         refusal = enable_direct(self._descriptor, SECTOR_BYTES) if direct else None
         self.is_refused = refusal is not None

@@ -221,9 +221,8 @@ class ModelAtHome(ABC):
         if model is None or self._closed:
             raise ConfigError("this model has been unwrapped; wrap it again to stream it")
         self._follow_links(model)
-        present = {
-            id(p) for p in model.parameters()
-        }  # in any order: PEFT's experts change it in their forward
+        # In any order: PEFT's experts change it in their forward.
+        present = {id(p) for p in model.parameters()}
         if present != self._flags.keys():
             if self._is_in_use(self._flags.keys() - present):
                 raise ModelError(

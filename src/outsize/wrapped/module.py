@@ -255,9 +255,8 @@ def _named(
         named |= _by_name(signature, model, args)
     config = getattr(model, "config", None)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
-    passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(
-        config, "use_cache", False
-    )  # PEFT's models do
+    # PEFT's models pass it on by keyword.
+    passes_on = inspect.Parameter.VAR_KEYWORD in kinds and getattr(config, "use_cache", False)
     takes_cache = "use_cache" in signature.parameters or passes_on
     if takes_cache and named.get("use_cache") is None and named.get("past_key_values") is None:
         named["use_cache"] = False

@@ -108,10 +108,8 @@ class Moving:
                 due = own & (self._with_gradient if plane == GRADIENT else self._stepped)
                 self._carry_plane(unit, plane, due, place, parameters)
         parameters.factors.update({self.names[name]: f for name, f in self._former.factors.items()})
-        for (
-            name,
-            parameter,
-        ) in self._former.named.items():  # whoever holds what was replaced has bytes of its own
+        # Whoever holds what was replaced has bytes of its own.
+        for name, parameter in self._former.named.items():
             if name not in self.names and isinstance(parameter, HomeParameter):
                 with plainly():
                     value = parameter.detach().clone()

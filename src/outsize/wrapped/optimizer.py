@@ -282,9 +282,8 @@ def _closure(
 
     def step() -> Any:
         loss = None if closure is None else closure()
-        overflow = getattr(
-            optimizer, "found_inf", None
-        )  # of a scaler, which leaves it to the optimizer to stay
+        # Set by a scaler, which leaves it to the optimizer to stay.
+        overflow = getattr(optimizer, "found_inf", None)
         if overflow is None or not overflow.item():
             stand_in.step()
         return loss

@@ -137,9 +137,8 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         self._parameters = parameters
         self._places: dict[str, tuple[UnitSpec, TensorSpec]] = {}
         self._split: object = None  # what the places are of
-        self._steps: dict[
-            int, tuple[Tensor, int]
-        ] = {}  # what was handed out and what it was, by id of parameter
+        # What was handed out and what it was, by id of parameter.
+        self._steps: dict[int, tuple[Tensor, int]] = {}
         # What is handed out as state, or was put in, by name and plane: one object, as in torch.
         self._seen: dict[tuple[str, str], Tensor] = {}
         self._handed: weakref.WeakValueDictionary[tuple[str, str], Place] = weakref.WeakValueDictionary()

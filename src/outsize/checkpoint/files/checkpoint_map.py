@@ -128,9 +128,8 @@ def map_tensors(model: nn.Module, stored: Mapping[str, StoredTensor]) -> TensorM
     unexpected = []
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if (
-            name not in wanted and key in wanted
-        ):  # stored in the model's own layout, which a rule took for another
+        # Stored in the model's own layout, which a rule took for another.
+        if name not in wanted and key in wanted:
             name, pattern = rename_source_key(key, [], [], prefix, wanted)
         if name not in wanted:
             unexpected.append(key)

@@ -208,9 +208,8 @@ def _take_gptq(tensors: dict[str, StoredTensor], prefix: str, quantisation: Quan
 
     def matrix() -> Tensor:
         integers = _unpacked(read_tensor(packed).T, bits).T  # [in, out]
-        zero = (
-            _unpacked(read_tensor(zeros), bits) + more & (1 << bits) - 1
-        )  # a zero of 0 is stored as all ones
+        # A zero point of 0 is stored as all ones.
+        zero = _unpacked(read_tensor(zeros), bits) + more & (1 << bits) - 1
         of = read_tensor(groups).long() if groups is not None else _consecutive(rows, scales.shape[0])
         return ((integers - zero[of]).float() * read_tensor(scales).float()[of]).T
 

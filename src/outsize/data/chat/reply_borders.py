@@ -50,9 +50,8 @@ def header_of(messages: Sequence[Message], render: Render, template: str) -> str
             bare, prompted = render(context), render(context, add_generation_prompt=True)
         except DataError:
             continue
-        shared = common(
-            bare, prompted
-        )  # behind which a template may go on in both with what ends a conversation
+        # Behind which a template may go on in both with what ends a conversation.
+        shared = common(bare, prompted)
         header = prompted[shared:].removesuffix(bare[shared:])
         if opening := _THINKS.search(header):
             header = header[: opening.start()]

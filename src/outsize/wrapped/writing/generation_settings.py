@@ -184,9 +184,8 @@ def _error_of(model: nn.Module, settled: Any, choice: Mapping[str, Any]) -> Exce
         generation_config: Any,
         **_: Any,
     ) -> Tensor:
-        mode = str(
-            generation_config.get_generation_mode().value
-        )  # with what transformers takes for unsaid keys
+        # With what transformers takes for unsaid keys.
+        mode = str(generation_config.get_generation_mode().value)
         if mode in MODES:
             raise NotImplementedError(f"{mode.replace('_', ' ')} is not done here")
         for process in logits_processor:

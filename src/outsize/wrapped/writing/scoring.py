@@ -268,9 +268,8 @@ def _groups(wave: Sequence[ScoredText], most_tokens: int) -> list[list[int]]:
 
 def _inputs(model: nn.Module, texts: Sequence[ScoredText]) -> dict[str, Any]:
     inputs: dict[str, Any] = {"input_ids": torch.tensor([list(text.ids) for text in texts])}
-    for name in dict.fromkeys(
-        name for text in texts for name in text.inputs
-    ):  # a mask is left out if all ones
+    # A mask is left out if all ones.
+    for name in dict.fromkeys(name for text in texts for name in text.inputs):
         rows = [text.inputs.get(name) for text in texts]
         inputs[name] = torch.stack(
             [torch.ones(len(texts[0].ids), dtype=torch.int64) if x is None else x for x in rows]
