@@ -109,6 +109,52 @@ def test_an_adapter_that_is_added_trains_over_either_home(home: str):
         optimizer.step()
 
 
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_an_adapter_that_peft_makes_on_meta_and_fills_trains_as_any_other(home: str, tmp_path: Path):
+    torch.manual_seed(2)
+    peft.get_peft_model(zoo.build("llama"), CONFIG).save_pretrained(tmp_path)
+    plain = adapted()
+    plain.load_adapter(str(tmp_path), "other", is_trainable=True)
+    plain.set_adapter("other")
+    want = plain(**BATCH).loss
+    want.backward()
+    with wrapped(adapted(), home=home) as model:
+        model.load_adapter(str(tmp_path), "other", is_trainable=True, low_cpu_mem_usage=True)
+        model.set_adapter("other")
+        got = model(**BATCH).loss
+        got.backward()
+        assert torch.equal(got, want)
+        assert_equal(gradients(model), gradients(plain))
+
+
+def test_adapters_without_values_are_refused_by_name():
+    on_meta = "lora_A.other.weight is on meta, .*low_cpu_mem_usage=False"
+    with wrapped(adapted()) as model:
+        model.add_adapter("other", CONFIG, low_cpu_mem_usage=True)
+        with pytest.raises(outsize.ConfigError, match=on_meta):
+            model(**BATCH)
+    empty = peft.get_peft_model(zoo.build("llama"), CONFIG, adapter_name="other", low_cpu_mem_usage=True)
+    with pytest.raises(outsize.ConfigError, match=on_meta):
+        outsize.wrap(empty, device="cpu", device_memory="64MiB", home="host")
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden, hidden, hidden)[0]
+        return hidden
+
+
+def test_parameters_that_peft_makes_anew_are_refused_by_name():
+    model = peft.get_peft_model(Attending(), peft.LoraConfig(target_modules=["0", "1"]))
+    with pytest.raises(outsize.ModelError, match="in_proj_weight is made anew"):
+        outsize.wrap(model, device="cpu", device_memory="64MiB", home="host")
+
+
 def test_a_directory_that_the_first_home_has_made_is_there_for_what_leaves_the_device(tmp_path: Path):
     store_dir = tmp_path / "made"
     with wrapped(adapted(), home="disk", store_dir=store_dir, offload=True) as model:

@@ -256,11 +256,10 @@ def split(
     """
     owners = _owners(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    _check_patterns(freeze, names.values())
+    frozen = {names[id(parameter)] for parameter in frozen_by(model, freeze)}
     modules = _unit_modules(model, choice)
     claims = Counter(names[id(parameter)] for *_, module in modules for parameter in module.parameters())
     parameters = dict(model.named_parameters())
-    frozen = {name for name in parameters for pattern in freeze if fnmatch(name, pattern)}
 
     def row(name: str) -> _Row:
         tensor = parameters[name]
@@ -370,6 +369,11 @@ def _owners(model: nn.Module) -> dict[str, tuple[tuple[nn.Module, str], ...]]:
     owners: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in names:
+                raise ModelError(
+                    f"{type(module).__name__}.{attribute} is made anew each time that modules are listed, as LoRA of "
+                    "nn.MultiheadAttention does in PEFT: leave such layers out of target_modules"
+                )
             owners[names[id(parameter)]].append((module, attribute))
     return {name: tuple(places) for name, places in owners.items()}
 
@@ -386,14 +390,10 @@ def frozen_by(model: nn.Module, patterns: tuple[str, ...], *, everything: bool =
         ModelError: a pattern matches nothing.
     """
     named = dict(model.named_parameters())
-    _check_patterns(patterns, named)
-    return [p for n, p in named.items() if everything or any(fnmatch(n, pattern) for pattern in patterns)]
-
-
-def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
-    every = list(names)
+    names = list(named)
     for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in every):
+        if not any(fnmatch(name, pattern) for name in names):
             raise ModelError(
-                f"freeze pattern {pattern!r} matches no parameter; names look like {every[0]!r} and {every[-1]!r}"
+                f"freeze pattern {pattern!r} matches no parameter; names look like {names[0]!r} and {names[-1]!r}"
             )
+    return [p for n, p in named.items() if everything or any(fnmatch(n, pattern) for pattern in patterns)]

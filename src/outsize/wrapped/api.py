@@ -39,7 +39,7 @@ from outsize.wrapped.arguments import (
     store_dir_of,
     transport_of,
 )
-from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
+from outsize.wrapped.at_home.home_parameter import HomeParameter, flat_values, plainly, show_plainly
 from outsize.wrapped.inferring import say_without_cache, take_generation_config
 from outsize.wrapped.module import attach, detach, is_wrapped, runner_of
 from outsize.wrapped.optimizer import make_way_for_others
@@ -292,7 +292,7 @@ def _from_memory(model: nn.Module) -> Fill:
     parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def fill(tensor: TensorSpec, into: Tensor) -> None:
-        into.copy_(parameters.pop(tensor.name).detach().reshape(-1))
+        into.copy_(flat_values(tensor.name, parameters.pop(tensor.name)))
 
     return fill
 

@@ -70,13 +70,15 @@ class Wrapped(nn.Module):
         """See `torch.nn.Module.load_state_dict`; weights go home, also after an optimizer was built.
 
         Raises:
-            ConfigError: ``assign=True``, which would take the parameters away from their home.
+            ConfigError: ``assign=True`` for what has values, which would take parameters away from their home.
         """
-        if assign:
-            raise ConfigError(
-                "load_state_dict(assign=True) would take parameters from their home; leave it out"
-            )
-        return super().load_state_dict(state_dict, strict=strict)
+        if assign:  # as PEFT fills adapters that it has made on meta
+            present = dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers())
+            if any(name in present and not present[name].is_meta for name in state_dict):
+                raise ConfigError(
+                    "load_state_dict(assign=True) would take parameters from their home; leave it out"
+                )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See `torch.nn.Module.zero_grad`."""

@@ -9,7 +9,7 @@ from outsize.errors import ModelError
 from outsize.model.sizes.model_spec import TensorSpec, UnitSpec
 from outsize.model.split import Split
 from outsize.optim.optimizer_spec import GRADIENT, MASTER, WEIGHTS, StateLayout
-from outsize.wrapped.at_home.home_parameter import HomeParameter, plainly, show_plainly
+from outsize.wrapped.at_home.home_parameter import HomeParameter, flat_values, plainly, show_plainly
 from outsize.wrapped.home_tensors import follow
 from outsize.wrapped.parameters import HomeParameters
 
@@ -89,7 +89,7 @@ class Moving:
         parameter = self._present[tensor.name]
         name = self._known.get(id(parameter))
         if name is None or id(parameter) in self._resized:
-            into.copy_(parameter.detach().reshape(-1))
+            into.copy_(flat_values(tensor.name, parameter))
             return
         unit = self._place[name]
         if self._read[0] != unit.index:

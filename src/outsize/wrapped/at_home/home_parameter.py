@@ -100,6 +100,20 @@ def show_at_home(parameter: nn.Parameter, view: Tensor, wait: Wait, assign: Assi
     return parameter
 
 
+def flat_values(name: str, parameter: nn.Parameter) -> Tensor:
+    """Return what a parameter of that name has, flat.
+
+    Raises:
+        ConfigError: it is on meta.
+    """
+    if parameter.is_meta:
+        raise ConfigError(
+            f"{name} is on meta, a shape without values: give it values first (PEFT: low_cpu_mem_usage=False, or "
+            "load the adapter), or open the model's checkpoint by outsize.load"
+        )
+    return parameter.detach().reshape(-1)
+
+
 def show_plainly(parameter: nn.Parameter, value: Tensor) -> None:
     """Undo `show_at_home`: ``parameter`` has ``value``."""
     with plainly():
