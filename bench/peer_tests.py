@@ -13,7 +13,7 @@ import functools
 import importlib
 import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -221,13 +221,15 @@ def seen_through(module: types.ModuleType, **others: Any) -> types.ModuleType:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     item.config.stash[COUNT].has_wrapped = False
     return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     count = item.config.stash[COUNT]
     if count.has_wrapped and report.when == "call":
