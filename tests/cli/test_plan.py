@@ -52,7 +52,7 @@ def test_what_matters_first_is_said_in_ten_lines(model_dir, capsys):
         "--full",
     ):
         assert words in text
-    assert "to change first" in text or "nothing that is usually changed gains a percent" in text
+    assert "to change first" in text or "nothing that is usually changed gains two percent" in text
 
 
 def test_other_ways_to_train_are_set_beside_it(model_dir, capsys):

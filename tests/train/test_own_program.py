@@ -1,6 +1,7 @@
 """A program of the user's own, named in the configuration: the same bits in another order of work, or refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 
 from outsize.config import Config
 from outsize.errors import ConfigError, OutsizeError, ProgramError
+from outsize.planner.search.step_plan import Plan
+from outsize.session.job.prepare import prepare
+from outsize.streamed.spec import RunSpec
 from outsize.training.run import train
 from outsize.training.short_runs import verify
 from support import make_run
@@ -100,3 +104,25 @@ def test_a_file_cannot_stand_for_programs_by_turns(tmp_path: Path) -> None:
     config = run(tmp_path, str(tmp_path / "one.txt"), memory={"device": "emulated:2"})
     with pytest.raises(ConfigError, match="programs by turns"):
         verify(config)
+
+
+def test_another_order_of_sums_of_outer_parameters_is_refused(tmp_path: Path) -> None:
+    """Backwards of two workers may change places, unless both add to the gradient of code around the units."""
+    config = make_run(tmp_path, memory={"device": "emulated:2"}, train={"microbatches": 4})
+    plan = prepare(RunSpec.of(config, tmp_path), lambda _: None).plan
+
+    def early(text: str) -> str:
+        """The first backward of the first worker before the other worker's second one, not behind its last."""
+        lines = text.splitlines()
+        if "RECV 1.0@w0" not in lines:  # the other turn, in which the workers have changed places
+            return text
+        moved = [lines.pop(lines.index(op)) for op in ("RECV 1.0@w0", "R 0.0@w0", "B 0.0@w0")]
+        place = lines.index("SEND 1.0@w1") + 1
+        return "\n".join([*lines[:place], *moved, *lines[place:]])
+
+    def among(*users: int) -> Plan:
+        return replace(plan, demand=replace(plan.demand, rest_users=frozenset(users))).walking(early)
+
+    assert among().user_programs == among(0).user_programs != plan.programs
+    with pytest.raises(ProgramError, match="in another order than"):
+        among(0, 3)

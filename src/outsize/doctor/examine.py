@@ -122,7 +122,7 @@ def _tempered(findings: list[Finding]) -> list[Finding]:
     if not trouble:
         return findings
     worst = max(trouble, key=lambda finding: finding.gain_share or 0.0)
-    fix = f"nothing of this itself; of the {worst.severity} beside it: {worst.fix}"
+    fix = f"that of the {worst.severity} beside it: {worst.fix}"
     return [replace(f, severity="info", fix=fix) if f.severity == "good" else f for f in findings]
 
 

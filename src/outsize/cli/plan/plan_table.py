@@ -136,7 +136,7 @@ def _wear(request: Asked, prediction: Prediction) -> list[str]:
 
 
 def _change_first(helps: Sequence[Outcome]) -> list[str]:
-    """Return what to change first, in a line; nothing where nothing gains a percent."""
+    """Return what to change first, in a line; nothing where nothing gains `LEAST_GAIN`."""
     gains = sorted(
         (
             (outcome.gain, outcome.change)
@@ -146,7 +146,7 @@ def _change_first(helps: Sequence[Outcome]) -> list[str]:
         reverse=True,
     )
     if not gains:
-        return ["nothing that is usually changed gains a percent"] if helps else []
+        return ["nothing that is usually changed gains two percent"] if helps else []
     return ["to change first: " + ", ".join(f"{change} ({gain:+.0%})" for gain, change in gains[:3])]
 
 

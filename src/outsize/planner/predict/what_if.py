@@ -26,8 +26,8 @@ _SIMULATED = ("net", "nodes", "weights", "home")
 _SEARCHED, _SEARCHED_AT_LENGTH = ("gpus", "state", "home"), ("vram", "mlp_parts")
 COPIES = ("link to the GPU", "link from the GPU", "host memory")
 OPTIMIZER, OPTIMIZER_WAIT = "optimizer on the host", "the optimizer on the host"
-# What gains less is no advice.
-LEAST_GAIN = 0.01
+# What gains less is no advice: a prediction errs by more, and nobody buys memory for a percent.
+LEAST_GAIN = 0.02
 # From here on what a block needs at once is so much of the device that MLPs in parts are asked about.
 LARGE_WORKSPACE = 0.25
 
