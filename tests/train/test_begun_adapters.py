@@ -431,7 +431,7 @@ def test_adapters_name_their_model_from_wherever_they_are_loaded(
     assert named == str((begun / "model").resolve())
     with pytest.raises(CheckpointError, match=r"holds adapters.*lora.from="):
         outsize.plan(
-            run_of(begun).model_copy(
+            run_of(begun, method="full").model_copy(
                 update={"model": config.model.model_copy(update={"path": str(newest(config))})}
             )
         )
