@@ -12,6 +12,7 @@ import torch
 from accelerator import late
 from devices import IS_MADE_UP
 from outsize.codecs.codec import open_codec
+from outsize.data.batch import Batch
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.session.decide import lane_rates
 from outsize.session.session import Session
@@ -29,10 +30,20 @@ LATE: dict[str, Any] = {"device": "late:0", "home": "host"}
 
 @pytest.mark.parametrize("limit", [PAGE, 40 * PAGE])
 def test_a_driver_that_pins_little_costs_time_alone(
-    limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    limit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """As WSL2's does: what is refused is said with its sum, and batches are not pinned either."""
-    config = make_run(tmp_path, memory=LATE, train={"steps": 2})
+    """As WSL2's does: what is refused is said with its sum, and batches are not pinned either, nor tried again."""
+    config = make_run(tmp_path, memory=LATE, train={"steps": 3})
+    refused, pin = [], Batch.pinned
+
+    def watched(batch: Batch) -> Batch:
+        try:
+            return pin(batch)
+        except RuntimeError:
+            refused.append(batch)
+            raise
+
+    monkeypatch.setattr(Batch, "pinned", watched)
     train(in_dir(config, tmp_path / "all"))
     limit += late.native().pinned_bytes()  # what torch keeps for batches
     late.set_pinning(limit)
@@ -44,6 +55,7 @@ def test_a_driver_that_pins_little_costs_time_alone(
     (of_home,) = [line for line in told if "weights and gradients at home stay pageable" in line]
     assert "copies to the GPU will be slower: cudaHostRegister returned error 2" in of_home
     assert len(told) <= 4  # one for each purpose
+    assert len(refused) <= 1
     beats = (tmp_path / "little" / "heartbeat.jsonl").read_text().splitlines()
     assert json.loads(beats[-1])["fallbacks"]["pageable"] > 0
 

@@ -15,7 +15,7 @@ from outsize.accelerators import Devices
 from outsize.errors import ExecutionError
 from outsize.hardware.machine_spec import CUBLAS_BYTES, DEVICE_SHARE
 from outsize.planner.program.program import Lane
-from outsize.runtime.device.device import open_device
+from outsize.runtime.device.device import Accelerator, open_device
 from outsize.runtime.device.driver import Streams
 from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.ops.activation_ops import ActivationOps
@@ -109,6 +109,34 @@ def test_retries_of_the_allocator_are_counted(monkeypatch: pytest.MonkeyPatch):
     assert Devices.parse("late:0,1").num_allocator_retries() == 5
     assert Devices.parse("late:1,1").num_allocator_retries() == 3
     assert Devices().num_allocator_retries() == 0
+
+
+def test_a_block_that_finds_no_room_ahead_is_no_pressure_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    counts = {"ahead": 4, "later": 0}
+    module = torch.get_device_module("late")
+    monkeypatch.setattr(
+        module, "memory_stats", lambda _: {"num_alloc_retries": sum(counts.values())}, raising=False
+    )
+    set_ahead, fallbacks = Accelerator.set_ahead, Session.fallbacks
+    counted: list[int | None] = []
+
+    def refused(device: Accelerator, num_bytes: int, lane: str) -> Any:
+        counts["ahead"] += 1
+        return set_ahead(device, num_bytes, lane)
+
+    def watched(session: Session) -> dict[str, int]:
+        counted.append(fallbacks(session).get("allocator_retries"))
+        counts["later"] += 1
+        counted.append(fallbacks(session).get("allocator_retries"))
+        return fallbacks(session)
+
+    monkeypatch.setattr(Accelerator, "set_ahead", refused)
+    monkeypatch.setattr(Session, "fallbacks", watched)
+    train(make_run(tmp_path, memory={"device": "late:0", "home": "host"}, train={"steps": 2}))
+    assert counts["ahead"] > 4
+    assert counted[:4] == [None, 1, 1, 2]
 
 
 def test_the_model_of_torchs_allocator_splits_joins_and_gives_back():

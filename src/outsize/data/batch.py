@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,12 +104,6 @@ IGNORED = -100  # the label that torch's cross-entropy skips, and Hugging Face's
 _log = logging.getLogger(__name__)
 
 
-@cache
-def _warn_pageable(reason: str) -> None:
-    """Say once why batches stay pageable."""
-    _log.warning("batches stay pageable, copies to the GPU will be slower: %s", reason)
-
-
 @dataclass(frozen=True)
 class Batch:
     """Sequences of one step, equally long, on the CPU.
@@ -183,14 +177,12 @@ class Batch:
     def pinned(self) -> "Batch":
         """Return the same batch in pinned memory, from where a copy to the accelerator goes on by itself.
 
-        torch keeps pinned memory for the next batch, and waits with that for copies that are under way. Where the
-        driver pins no more, the batch stays as it is.
+        torch keeps pinned memory for the next batch, and waits with that for copies that are under way.
+
+        Raises:
+            RuntimeError: the driver pins no more.
         """
-        try:
-            inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
-        except RuntimeError as error:  # WSL2 pins 1 GiB or less in all
-            _warn_pageable(str(error).partition("\n")[0])
-            return self
+        inputs = {name: tensor.pin_memory() for name, tensor in self.inputs.items()}
         return replace(Batch.made_of(inputs), whole=self.whole)
 
     def share(self, rank: int, size: int) -> "Batch":
@@ -207,6 +199,23 @@ class Batch:
                 "train.tokens_per_step, or start fewer ranks"
             )
         return replace(self.split(size)[rank], whole=self)
+
+
+class BatchPinner:
+    """Pins batches, until the driver pins no more: of that it is asked once, and from then on they stay as they are."""
+
+    def __init__(self) -> None:
+        self._has_refused = False
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return the batch in pinned memory, or as it is."""
+        try:
+            return batch if self._has_refused else batch.pinned()
+        except RuntimeError as error:  # WSL2 pins 1 GiB or less in all
+            self._has_refused = True
+            reason = str(error).partition("\n")[0]
+            _log.warning("batches stay pageable, copies to the GPU will be slower: %s", reason)
+            return batch
 
 
 class Masker:

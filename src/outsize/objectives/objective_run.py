@@ -253,7 +253,7 @@ def _arguments(
         "disable_tqdm": True,
         "bf16": False,
         "use_cpu": not devices.accelerated,
-        "dataloader_pin_memory": devices.accelerated,
+        "dataloader_pin_memory": False,  # WSL2's driver refuses that once it has pinned little, and the run would end
         "prediction_loss_only": True,
     }
     settings |= {"max_steps": train.steps} if train.epochs is None else {"num_train_epochs": train.epochs}

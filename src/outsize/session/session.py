@@ -41,7 +41,7 @@ from outsize.session.job.machine import RunMachine
 from outsize.storage.committed import CommittedHome
 from outsize.storage.directory import needed_directory
 from outsize.storage.home import DiskHome, Home, HostHome
-from outsize.storage.ledger import Arena, Ledger, tier_of
+from outsize.storage.ledger import Arena, ArenaStatistics, Ledger, tier_of
 from outsize.storage.prealloc import IOPool
 from outsize.storage.record import CommitRecord
 
@@ -119,6 +119,7 @@ class Session:
         self._memory, self._store, self._before_bytes = memory, store, before_bytes
         self._buffers: Arena | None = None
         self._engine: Engine | None = None
+        self._retries_before = machine.devices.num_allocator_retries()
         self._engine_stack, self._inside = contextlib.ExitStack(), contextlib.ExitStack()
         self._split = split
         budgets = dict.fromkeys(self._device_tiers, machine.device_bytes)
@@ -204,8 +205,11 @@ class Session:
             for tier, kind in itertools.product(self._device_tiers, ("activations", "workspace", "shared")):
                 stack.enter_context(self.ledger.reserve(tier, kind, plan.memory["device"].get(kind, 0)))
             resources = Resources(device=device, home=self.home, host=buffers, scratch=scratch, rooms=rooms)
+            before = self.machine.devices.num_allocator_retries()
             engine = Engine(split, self.boundaries, plan, resources, settings, shared)
             stack.callback(engine.close)
+            # A block to set ahead that found no room counts as one, and cost nothing.
+            self._retries_before += self.machine.devices.num_allocator_retries() - before
             self.home.pin()  # behind the buffers, which are smaller and busier: a driver may pin little
             self._engine, self._buffers = engine, buffers
             self._engine_stack = stack.pop_all()
@@ -225,12 +229,16 @@ class Session:
         """Make room for the state of units that train by now."""
         self.home.extend(spec, self._store.state.planes)
 
+    def arenas(self) -> list[ArenaStatistics]:
+        """Return what is held of host memory, and how much of that the driver has pinned."""
+        arenas = (self.host, self._home_buffers, *(() if self._buffers is None else (self._buffers,)))
+        return [arena.statistics() for arena in arenas]
+
     def fallbacks(self) -> dict[str, int]:
         """What could not be had as asked so far, and how often: pinned memory, direct I/O, room for what was kept."""
-        arenas = (self.host, self._home_buffers, *(() if self._buffers is None else (self._buffers,)))
-        pageable = sum(arena.statistics().num_pageable_fallbacks for arena in arenas)
+        pageable = sum(each.num_pageable_fallbacks for each in self.arenas())
         counts = {"pageable": pageable, **self.home.fallbacks()}
-        if retries := self.machine.devices.num_allocator_retries():
+        if retries := self.machine.devices.num_allocator_retries() - self._retries_before:
             counts["allocator_retries"] = retries
         return counts if self._engine is None else {**counts, "recomputed": self._engine.num_let_go}
 

@@ -13,7 +13,7 @@ from outsize.checkpoint.checkpoint_state import best, latest
 from outsize.checkpoint.home_file import remove_home, tell_costs
 from outsize.checkpoint.saver import Saver
 from outsize.config import Config
-from outsize.data.batch import Batch
+from outsize.data.batch import Batch, BatchPinner
 from outsize.data.packed_dataset import PackedDataset
 from outsize.data.prefetch import Prefetcher, SharedData
 from outsize.detail import Detail
@@ -271,7 +271,7 @@ def batches_ahead(
         first,
         depth=config.data.prefetch,
         num_workers=config.data.workers,
-        finish=Batch.pinned if prepared.machine.devices.accelerated else lambda batch: batch,
+        finish=BatchPinner() if prepared.machine.devices.accelerated else lambda batch: batch,
     ) as prefetcher:
         try:
             yield (prefetcher.next() for _ in range(first, stop))
