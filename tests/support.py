@@ -71,7 +71,7 @@ def make_model_dir(directory: Path, name: str = "llama", **changes: Any) -> Path
     for key, value in {"vocab_size": 264, **changes}.items():
         setattr(config, key, value)
     factory = AutoModelForMaskedLM if zoo.is_masked(name) else AutoModelForCausalLM
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         save_model(factory.from_config(config, dtype=torch.float32), directory)
     make_tokenizer(**{"mask_token": "<mask>"} if zoo.is_masked(name) else {}).save_pretrained(directory)

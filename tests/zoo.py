@@ -216,7 +216,7 @@ def is_masked(name: str) -> bool:
 def build(name: str, seed: int = 0, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model with random weights, in training mode; norms and biases are random as well."""
     factory = AutoModelForMaskedLM if is_masked(name) else AutoModelForCausalLM
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model: nn.Module = factory.from_config(make_config(name, dropout), dtype=dtype)
         with torch.no_grad():
@@ -234,7 +234,7 @@ def small_llama(dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module
     """Return a Llama of two layers, for tests of many steps; ``changes`` are those of its config."""
     config = make_config("llama")
     config.update({"num_hidden_layers": 2, **changes})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).to(dtype).train()
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 
 from accelerator import late
 from devices import IS_MADE_UP
+from outsize.accelerators import Devices
 from outsize.codecs.codec import open_codec
 from outsize.data.batch import Batch
+from outsize.hardware.cards import parse_gpus
+from outsize.hardware.machine_spec import Figure, Link
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.session.decide import lane_rates
 from outsize.session.session import Session
 from outsize.storage.ledger import Arena
+from outsize.training import run
 from outsize.training.run import train
 from support import assert_same_end, in_dir, make_run
 
@@ -34,7 +39,7 @@ def test_a_driver_that_pins_little_costs_time_alone(
 ):
     """As WSL2's does: what is refused is said with its sum, and batches are not pinned either, nor tried again."""
     config = make_run(tmp_path, memory=LATE, train={"steps": 3})
-    refused, pin = [], Batch.pinned
+    refused, said, pin = [], [], Batch.pinned
 
     def watched(batch: Batch) -> Batch:
         try:
@@ -46,9 +51,16 @@ def test_a_driver_that_pins_little_costs_time_alone(
     monkeypatch.setattr(Batch, "pinned", watched)
     train(in_dir(config, tmp_path / "all"))
     limit += late.native().pinned_bytes()  # what torch keeps for batches
-    late.set_pinning(limit)
+    start = run.start
+
+    def pinning_little(*args: Any) -> Any:  # behind the forecast, which pins and gives back
+        late.set_pinning(limit)
+        return start(*args)
+
+    monkeypatch.setattr(run, "start", pinning_little)
     with caplog.at_level(logging.WARNING):
-        train(in_dir(config, tmp_path / "little"))
+        train(in_dir(config, tmp_path / "little"), announce=said.append)
+    assert sum("tokens/s are expected, not" in line for line in said) == 1
     assert_same_end(tmp_path / "all", tmp_path / "little")
     assert late.native().pinned_bytes() <= limit
     told = [record.getMessage() for record in caplog.records if "pageable" in record.getMessage()]
@@ -58,6 +70,30 @@ def test_a_driver_that_pins_little_costs_time_alone(
     assert len(refused) <= 1
     beats = (tmp_path / "little" / "heartbeat.jsonl").read_text().splitlines()
     assert json.loads(beats[-1])["fallbacks"]["pageable"] > 0
+
+
+def test_a_forecast_goes_by_what_was_pinned_and_by_pageable_copies_where_nothing_is(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Figures by hand: a quarter at 50 GB/s and the rest at 10 is 12.5 GB/s; XPU pins nothing."""
+    device, effort = Devices.parse("late:0"), replace(lane_rates.SHORT, copy_bytes_max=2**20)
+    late.set_pinning(PAGE + late.native().pinned_bytes())
+    assert lane_rates._copies(device, effort, "pinned") is None
+    figures = lane_rates._copies(device, effort, "pageable")
+    assert figures is not None
+    assert {figure.source for figure in figures} == {"pageable copies"}
+    rates = {"pinned": (50e9, 40e9, 1e-5), "pageable": (10e9, 20e9, 1e-5)}
+
+    def copies(device: Devices, effort: Any, path: str) -> list[Figure]:
+        return [Figure(value=each, source=f"{path} copies", measured=True) for each in rates[path]]
+
+    monkeypatch.setattr(lane_rates, "_copies", copies)
+    for path, up, down in (("pinned", 12.5e9, 160e9 / 7), ("pageable", 10e9, 20e9)):
+        one, other, latency = copies(device, effort, path)
+        link = Link(up_bytes_per_s=one, down_bytes_per_s=other, latency_s=latency)
+        machine = lane_rates.partly_pinned(replace(parse_gpus("4090"), links=(link,)), device, 0.25)
+        assert machine.links[0].up_bytes_per_s.value == pytest.approx(up)
+        assert machine.links[0].down_bytes_per_s.value == pytest.approx(down)
 
 
 def test_masters_and_moments_are_not_pinned_and_buffers_come_first(

@@ -35,7 +35,7 @@ _NUM_COPIES_MAX = 1000
 _NUM_PIECES_MAX = 3
 # Of the sizes, one in so many where the time of the part is up before a direction begins.
 _LATE = 3
-_Path = Literal["pinned", "pageable", "dram copy"]
+PathKind = Literal["pinned", "pageable", "dram copy"]
 
 
 def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
@@ -46,10 +46,9 @@ def sizes(copy_bytes_max: int) -> tuple[tuple[int, bool], ...]:
     return tuple((size, held_out) for size, held_out in pairs if size <= copy_bytes_max)
 
 
-def measure_links(device: Devices, effort: Effort) -> Iterator[LinkRates]:
-    """Yield the links of ``device``: DRAM for ``cpu``; for ``cuda:i`` pinned and pageable memory."""
-    paths: tuple[_Path, ...] = ("pinned", "pageable") if device.accelerated else ("dram copy",)
-    for path in paths:
+def measure_links(device: Devices, effort: Effort, *paths: PathKind) -> Iterator[LinkRates]:
+    """Yield the links of ``device``: DRAM for ``cpu``; for ``cuda:i`` pinned and pageable memory, or those named."""
+    for path in paths or (("pinned", "pageable") if device.accelerated else ("dram copy",)):
         try:
             with Arena(pinner=pinner_of(device) if path == "pinned" else None) as arena:
                 up, down = (_ends(arena, device, effort, up=up) for up in (True, False))
@@ -72,7 +71,7 @@ def why_pageable(device: Devices) -> str:
 
 
 def _measure_link(
-    device: Devices, path: _Path, direction: Direction, ends: list[tuple[Tensor, Tensor]], effort: Effort
+    device: Devices, path: PathKind, direction: Direction, ends: list[tuple[Tensor, Tensor]], effort: Effort
 ) -> LinkRates:
     with ExitStack() as stack:
         copier = _Copier(device, ends, stack)

@@ -10,7 +10,7 @@ the directory of the run holds two files:
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,24 +24,30 @@ from outsize.config import Config, DataConfig
 from outsize.data.prefetch import enough_workers, sweep_loader
 from outsize.detail import Detail
 from outsize.errors import DataError, OutsizeError
-from outsize.hardware.machine_spec import Figure, Machine
 from outsize.planner.predict.decision import PlannedStep
-from outsize.planner.program.program import COMPUTE_KINDS, Lane, lane_named
+from outsize.planner.program.program import COMPUTE_KINDS, lane_named
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.comparison import Comparison, StepParts, Steps, compare, take_apart
-from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes
-from outsize.planner.simulate.gpu_times import Trace, crowded, read_trace
+from outsize.planner.simulate.costs import UnitTimes
+from outsize.planner.simulate.gpu_times import crowded, read_trace
 from outsize.planner.simulate.simulator import CostModel, Timeline
 from outsize.planner.simulate.stalls import Window
 from outsize.runtime.device.heap import trim
 from outsize.session.decide.decide import plan_run
-from outsize.session.decide.lane_rates import MACHINE_FILE, codec_rates, crossing_rates
+from outsize.session.decide.lane_rates import (
+    MACHINE_FILE,
+    codec_rates,
+    crossing_rates,
+    partly_pinned,
+    with_rates,
+)
 from outsize.session.decide.rates import Rates, measure_exchange, measure_rates, of_slowest
 from outsize.session.job.demand import kept_bytes
 from outsize.session.job.machine import home_file
 from outsize.session.job.prepare import Job
 from outsize.session.process_settings import borrowed_torch
 from outsize.storage.directory import temporary_directory
+from outsize.storage.ledger import ArenaStatistics
 from outsize.streamed.spec import RunSpec
 from outsize.training.defaults import Settled, settle
 from outsize.training.records import write_json, write_whole
@@ -79,14 +85,31 @@ class Forecast:
         alone = self.planned.costs(self._machine, rates.times, coarse=False)
         compute = (op for op in prepared.plan.program if op.kind in COMPUTE_KINDS)
         self.alone_s = sum(alone.cost_of(op).seconds for op in compute)
-        beside_lanes = self._beside_lanes(prepared, rates, alone)
-        costs = self.planned.costs(self._machine, beside_lanes)
-        self.predicted: StepParts = take_apart(self.planned.expect(costs))
-        self.step_s = self.predicted.step_s
+        self._beside = self._beside_lanes(prepared, rates, alone)
+        self._predict()
         self.comparison: Comparison | None = None
         self._num_seen = 0
         self._windows: list[Window] = []
         self._events: list[Any] = []
+
+    def _predict(self) -> None:
+        costs = self.planned.costs(self._machine, self._beside)
+        self.predicted: StepParts = take_apart(self.planned.expect(costs))
+        self.step_s = self.predicted.step_s
+
+    def weigh(self, arenas: Sequence[ArenaStatistics], prepared: Job, announce: Announce) -> None:
+        """Expect copies at the rates of what the driver has pinned of host memory and of what it has not."""
+        pageable = sum(arena.pageable_bytes for arena in arenas)
+        share = 1 - pageable / max(pageable + sum(arena.pinned_bytes for arena in arenas), 1)
+        machine, before_s = self._machine, self.step_s
+        if pageable and (partly := partly_pinned(machine, prepared.machine.devices, share)) != machine:
+            self._machine = partly
+            self._predict()
+            tokens = prepared.config.sequences_per_step * prepared.config.data.seq_len
+            announce(
+                f"{format_bytes(pageable)} of the memory that crosses the link stay pageable ({share:.0%} is pinned): "
+                f"about {tokens / self.step_s:.3g} tokens/s are expected, not {tokens / before_s:.3g}"
+            )
 
     def _beside_lanes(self, prepared: Job, rates: Rates, alone: CostModel) -> UnitTimes:
         """Return what units take while lanes compute beside them, where those are threads of the same cores."""
@@ -156,48 +179,6 @@ def forecast(prepared: Job, run_dir: Path, announce: Announce, rates: Rates | No
         trim()
     announce(Detail(f"a step is predicted to take {format_seconds(prediction.step_s)}"))
     return prediction
-
-
-def with_rates(machine: Machine, trace: Trace) -> Machine:
-    """Return ``machine`` with the rates that its lanes had in ``trace``; others stay."""
-
-    def rate(name: str, before: Figure, unit: float = 1.0) -> Figure:
-        value = trace.rates.get(name)
-        return before if value is None else _traced(value / unit)
-
-    def computed(peak: Figure) -> Figure:
-        return _traced(peak.value / trace.compute_share)
-
-    links = tuple(
-        replace(
-            link,
-            up_bytes_per_s=rate(Lane("up", worker), link.up_bytes_per_s),
-            down_bytes_per_s=rate(Lane("down", worker), link.down_bytes_per_s),
-        )
-        for worker, link in enumerate(machine.links)
-    )
-    gpus = tuple(
-        replace(gpu, peak_flops_per_s={d: computed(peak) for d, peak in gpu.peak_flops_per_s.items()})
-        for gpu in machine.gpus
-    )
-    peers = tuple(
-        replace(peer, bytes_per_s=rate(Lane("peer", peer.source, peer.target), peer.bytes_per_s))
-        for peer in machine.peers
-    )
-    host = machine.host
-    host = replace(host, adamw_params_per_s=rate("optimizer", host.adamw_params_per_s, ADAMW_BYTES))
-    disk = machine.disk
-    if disk is not None:
-        disk = replace(
-            disk,
-            read_bytes_per_s=rate("disk read", disk.read_bytes_per_s),
-            write_bytes_per_s=rate("disk write", disk.write_bytes_per_s),
-        )
-    return replace(machine, gpus=gpus, links=links, peers=peers, host=host, disk=disk)
-
-
-def _traced(value: float) -> Figure:
-    return Figure(value=value, source="the first steps of a run", measured=True)
 
 
 def _measured_here(prepared: Job, run_dir: Path) -> Rates:

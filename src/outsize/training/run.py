@@ -204,6 +204,8 @@ def _open(
     trainer = start(
         stack, prepared, own_dir, record, resumed, announce, data_of(dataset, prepared.config.data)
     )
+    if expected is not None:
+        expected.weigh(trainer.session.arenas(), prepared, announce)
     tell_costs(prepared, own_dir, announce)
     _write_plan(ranks, prepared, trainer.errors)
     _write_facts(ranks, prepared, (flops, peak), placement)

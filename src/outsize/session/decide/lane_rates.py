@@ -31,12 +31,14 @@ from outsize.model.sizes.model_spec import ITEMSIZE, UnitSpec
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import home_bytes
 from outsize.planner.memory.step_bytes import encoded_planes
+from outsize.planner.program.program import Lane
 from outsize.planner.simulate.costs import ADAMW_BYTES, STEP_PACE, UnitTimes
+from outsize.planner.simulate.gpu_times import Trace
 from outsize.probing.compute import measure_adamw, measure_device_memory, measure_products
 from outsize.probing.data_probe import measure_disk
 from outsize.probing.effort import QUICK, Effort, within_memory
 from outsize.probing.host_probe import measure_dram
-from outsize.probing.link import measure_links
+from outsize.probing.link import PathKind, measure_links
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.session.job.machine import Pairs, measured_peers, peers_of
 from outsize.session.job.prepare import Job
@@ -186,11 +188,10 @@ def _multiplying(
 def _link(prepared: Job, device: Devices, copy: Figure, effort: Effort) -> Link:
     limit = prepared.config.memory.link_gb_per_s
     if device.accelerated:
-        up, down = (rates.fit for rates in itertools.islice(measure_links(device, effort), 2))
-        if up is None or down is None:
+        copies = _copies(device, effort, "pinned") or _copies(device, effort, "pageable")
+        if copies is None:
             raise ConfigError(f"the link of {device} could not be measured")
-        rates = [_measured(fit.bytes_per_s, "pinned copies") for fit in (up, down)]
-        latency = _measured(max(up.latency_s, 1e-9), "pinned copies")
+        *rates, latency = copies
     else:
         rates = [_measured(copy.value / 2, "copies within memory")] * 2
         latency = _CALL_S
@@ -198,6 +199,72 @@ def _link(prepared: Job, device: Devices, copy: Figure, effort: Effort) -> Link:
         rates = [_measured(min(rate.value, limit * 1e9), "memory.link_gb_per_s") for rate in rates]
         latency = COPY_LATENCY_S
     return Link(up_bytes_per_s=rates[0], down_bytes_per_s=rates[1], latency_s=latency)
+
+
+def with_rates(machine: Machine, trace: Trace) -> Machine:
+    """Return ``machine`` with the rates that its lanes had in ``trace``; others stay."""
+
+    def rate(name: str, before: Figure, unit: float = 1.0) -> Figure:
+        value = trace.rates.get(name)
+        return before if value is None else _traced(value / unit)
+
+    def computed(peak: Figure) -> Figure:
+        return _traced(peak.value / trace.compute_share)
+
+    links = tuple(
+        replace(
+            link,
+            up_bytes_per_s=rate(Lane("up", worker), link.up_bytes_per_s),
+            down_bytes_per_s=rate(Lane("down", worker), link.down_bytes_per_s),
+        )
+        for worker, link in enumerate(machine.links)
+    )
+    gpus = tuple(
+        replace(gpu, peak_flops_per_s={d: computed(peak) for d, peak in gpu.peak_flops_per_s.items()})
+        for gpu in machine.gpus
+    )
+    peers = tuple(
+        replace(peer, bytes_per_s=rate(Lane("peer", peer.source, peer.target), peer.bytes_per_s))
+        for peer in machine.peers
+    )
+    host = machine.host
+    host = replace(host, adamw_params_per_s=rate("optimizer", host.adamw_params_per_s, ADAMW_BYTES))
+    disk = machine.disk
+    if disk is not None:
+        disk = replace(
+            disk,
+            read_bytes_per_s=rate("disk read", disk.read_bytes_per_s),
+            write_bytes_per_s=rate("disk write", disk.write_bytes_per_s),
+        )
+    return replace(machine, gpus=gpus, links=links, peers=peers, host=host, disk=disk)
+
+
+def _traced(value: float) -> Figure:
+    return Figure(value=value, source="the first steps of a run", measured=True)
+
+
+def _copies(device: Devices, effort: Effort, path: PathKind) -> list[Figure] | None:
+    """Return the rates up and down and the latency of copies of memory that is pinned, or is not."""
+    up, down = (rates.fit for rates in itertools.islice(measure_links(device, effort, path), 2))
+    if up is None or down is None:
+        return None
+    values = (up.bytes_per_s, down.bytes_per_s, max(up.latency_s, 1e-9))
+    return [_measured(value, f"{path} copies") for value in values]
+
+
+def partly_pinned(machine: Machine, devices: Devices, share: float) -> Machine:
+    """Return the rates of a machine where the driver has pinned a ``share`` of what crosses, as copies tell."""
+    links = list(machine.links)
+    for index, (link, device) in enumerate(zip(machine.links, devices.each, strict=True)):
+        pinned = link.up_bytes_per_s, link.down_bytes_per_s
+        if pinned[0].source == "pinned copies":  # else steps have told, or none is
+            pageable = _copies(device, replace(SHORT, copy_bytes_max=8 * MIB), "pageable") or pinned
+            seconds = (
+                share / a.value + (1 - share) / b.value for a, b in zip(pinned, pageable, strict=False)
+            )
+            up, down = (_measured(1 / each, f"copies, {share:.0%} of them pinned") for each in seconds)
+            links[index] = replace(link, up_bytes_per_s=up, down_bytes_per_s=down)
+    return replace(machine, links=tuple(links))
 
 
 def _disk(directory: Path, effort: Effort) -> Disk:
