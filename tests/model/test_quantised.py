@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import outsize
 import zoo
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
+from outsize.checkpoint.files.quantised import stored_as
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.session.job.prepare import prepare
@@ -231,3 +233,74 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path):
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
         with pytest.raises(CheckpointError, match="do not"):
             CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=True))
+
+
+def _says(kind: str) -> dict[str, Any]:
+    """What a config says that transformers reads as ``kind``."""
+    method, _, bits = kind.partition("_") if kind.startswith("bitsandbytes") else (kind, "", "")
+    return {"quant_method": method, "bits": 4, **({f"load_in_{bits}": True} if bits else {})}
+
+
+@pytest.mark.parametrize("kind", AUTO_QUANTIZATION_CONFIG_MAPPING)
+def test_what_a_config_says_of_weights_that_are_plain_is_refused_by_its_name(kind: str, tmp_path: Path):
+    """For each kind that transformers knows: training, adapters and frozen; plan tells it."""
+    path, says = make_model_dir(tmp_path / "model"), _says(kind)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": says}))
+    name = str(says["quant_method"])
+    for frozen in (False, True):
+        with pytest.raises((ModelError, CheckpointError), match=name) as raised:
+            CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=frozen))
+        assert "download" in str(raised.value) or "made from" in str(raised.value)
+    assert name in str(stored_as(json.loads((path / "config.json").read_text())))
+
+
+def test_a_config_and_weights_of_different_formats_are_refused(quantised: Path):
+    config = json.loads((quantised / "config.json").read_text())
+    others = {
+        "bitsandbytes": {"quant_method": "gptq"},
+        "gptq": {"load_in_4bit": True},
+        "awq": {"load_in_4bit": True},
+    }
+    other = others[config.pop("quantization_config")["quant_method"]]
+    for says in ({}, {"quantization_config": other}):
+        (quantised / "config.json").write_text(json.dumps({**config, **says}))
+        with pytest.raises(CheckpointError, match="do not belong together"):
+            CheckpointReader(quantised, build_skeleton(load_hf_config(quantised), frozen=True))
+
+
+@pytest.mark.parametrize(
+    ("says", "refused"),
+    [
+        (GPTQConfig(bits=4, format="gptq_v2"), None),
+        (GPTQConfig(bits=4), None),
+        (GPTQConfig(bits=4, format="marlin"), "gptq, 4 bits, marlin"),
+        (AwqConfig(format="gemm"), None),
+        (AwqConfig(format="gemv"), "awq, 4 bits, gemv"),
+        (AwqConfig(backend="llm-awq"), "awq, 4 bits, llm-awq"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_layout_counts_under_each_name_that_transformers_writes(
+    says: GPTQConfig, refused: str | None, legacy: bool, tmp_path: Path
+):
+    method, layout = says.quant_method.value, str(getattr(says.format, "value", says.format))
+    key = ("version" if method == "awq" else "checkpoint_format") if legacy else "format"
+    settings = {"quant_method": method, "bits": 4, key: layout}
+    config = zoo.make_config("llama")
+    config.quantization_config = settings
+    if refused is not None:
+        with pytest.raises(ModelError, match=refused):
+            build_skeleton(config, frozen=True)
+        return
+    name = "gptq_v2" if layout == "gptq_v2" else method
+    path = make_quantised(tmp_path / "model", name)
+    stored = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**stored, "quantization_config": settings}))
+    want = load_file(path.with_name("model-plain") / "model.safetensors")
+    reader = CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=True))
+    for key, value in want.items():
+        got = torch.empty(value.numel())
+        reader.read(key, 0, value.numel(), got)
+        assert torch.equal(got, value.reshape(-1)), key

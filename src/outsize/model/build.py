@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from outsize import files
 from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, describe_missing
-from outsize.checkpoint.files.quantised import quantisation_of, require_readable
+from outsize.checkpoint.files.quantised import KEY, quantisation_of, require_readable
 from outsize.compat.torch_private import buffers_of, parameters_of
 from outsize.compat.transformers_private import attention_of, initialize, kept_in_fp32
 from outsize.errors import CheckpointError, ModelError, StorageError
@@ -212,11 +212,18 @@ def unquantised(hf_config: "PretrainedConfig", *, trains: bool = False) -> "Pret
     Raises:
         ModelError: the format is not read, or the weights are to train.
     """
-    config = copy.deepcopy(hf_config)
-    quantisation = quantisation_of(config)
+    quantisation = quantisation_of(hf_config)
     if quantisation is not None:
         require_readable(quantisation, trains=trains)
-        del config.quantization_config
+    return without_quantisation(hf_config)
+
+
+def without_quantisation(hf_config: "PretrainedConfig") -> "PretrainedConfig":
+    """Return a copy of a config, and of its parts, that says nothing of how weights are stored."""
+    config = copy.deepcopy(hf_config)
+    for part in (config, *vars(config).values()):
+        if hasattr(part, KEY):
+            delattr(part, KEY)
     return config
 
 
@@ -276,7 +283,8 @@ def is_masked(config: "PretrainedConfig") -> bool:
     # Encoders that can also decode (BERT, RoBERTa, …) are in both tables; their config says which they are.
     if getattr(config, "is_encoder_decoder", False):
         return False
-    return masked and not (causal and (getattr(config, "is_decoder", False) or _is_named_causal(config)))
+    named = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
+    return masked and not (causal and (getattr(config, "is_decoder", False) or named))
 
 
 def _class_of(auto: str) -> Any:
@@ -303,11 +311,6 @@ def initial_values(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
         values.update({f"{path}.{name}": parameters_of(module)[name] for name in skeletons})
         parameters_of(module).update(skeletons)
     return {name: cast(Tensor, values[name]).detach() for name in names}
-
-
-def _is_named_causal(config: "PretrainedConfig") -> bool:
-    """Whether the config says that its weights were saved from a causal language model."""
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ())
 
 
 # What layers are initialised with, torch's functions or those that transformers puts in their place; on the meta device

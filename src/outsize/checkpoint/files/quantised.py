@@ -10,7 +10,7 @@ bitsandbytes  ``w``: two codes to a byte, the first in the upper half, row by ro
               ``w.quant_state.bitsandbytes__nf4`` (or fp4): block sizes, shape and offset, JSON in bytes
 GPTQ          ``p.qweight`` [in / n, out], ``p.qzeros`` [groups, out / n], ``p.scales`` [groups, out], ``p.g_idx``
               [in]: n integers to an int32, the first in the lowest bits; element (integer - zero) * scale of its
-              group. A zero is stored less one, modulo 2^bits, but for files with checkpoint_format gptq_v2
+              group. A zero is stored less one, modulo 2^bits, but for files in the format gptq_v2
 AWQ           ``p.qweight`` [in, out / 8], ``p.qzeros``, ``p.scales`` [groups, out]: eight integers to an int32, those
               of columns 0 2 4 6 1 3 5 7 from the lowest bits up; groups are consecutive rows
 ============  =======================================================================================================
@@ -35,6 +35,7 @@ Quantisation = Mapping[str, Any]
 _STATE = ".quant_state.bitsandbytes__"
 _PACKED = ".qweight"
 _SCALED = ".act.scales"
+_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _GPTQ_BITS = (2, 4, 8)
 # Codes are decoded in pieces of so many elements.
@@ -43,12 +44,14 @@ KEY = "quantization_config"
 
 
 def quantisation_of(config: Any) -> Quantisation | None:
-    """Return what the config of a model says of its weights; None where they are as they are."""
-    settings = config.get(KEY) if isinstance(config, Mapping) else None
-    settings = getattr(config, KEY, None) if settings is None else settings
+    """Return what the config of a model, or of a part of it, says of weights; None where they are as they are."""
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    parts = (part for part in (fields, *fields.values()) if isinstance(part, Mapping))
+    settings = next((part[KEY] for part in parts if part.get(KEY) is not None), None)
     if settings is None:
         return None
-    return dict(settings) if isinstance(settings, Mapping) else dict(settings.to_dict())
+    method = {"quant_method": "bitsandbytes"} if any(map(settings.get, _BITSANDBYTES)) else {}
+    return {**settings, **method}
 
 
 def require_readable(quantisation: Quantisation, *, trains: bool) -> None:
@@ -78,34 +81,42 @@ def require_readable(quantisation: Quantisation, *, trains: bool) -> None:
 
 def stored_as(config: Mapping[str, Any]) -> str | None:
     """Return in what format a ``config.json`` or a part of it says that weights are stored, and what that allows."""
-    for part in (config, *config.values()):
-        settings = quantisation_of(part) if isinstance(part, Mapping) else None
-        if settings is not None:
-            allows = "which trains adapters alone" if _is_known(settings) else "which outsize does not read"
-            return f"{_name(settings)}, {allows}"
-    return None
+    settings = quantisation_of(config)
+    if settings is None:
+        return None
+    allows = "which trains adapters alone" if _is_known(settings) else "which outsize does not read"
+    return f"{_name(settings)}, {allows}"
 
 
 def decoded(stored: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
     """Return ``stored`` with every quantised matrix in one, by the name of its parameter; otherwise as it is.
 
     Raises:
-        CheckpointError: parts are missing or do not belong together.
+        CheckpointError: parts are missing or do not belong together, or config.json says another thing of them.
     """
     tensors = dict(stored)
     states = [name for name in stored if _STATE in name]
     packed = [name for name in stored if name.endswith(_PACKED)]
+    quantisation = _read_quantisation(directory)
+    method = quantisation.get("quant_method")
+    there = {"bitsandbytes": states, "gptq": packed, "awq": packed}
+    if (quantisation or states or packed) and not there.get(str(method)):
+        layout = "of bitsandbytes" if states else "of GPTQ or AWQ" if packed else "plain"
+        setting = f"{KEY} {_name(quantisation)}" if quantisation else f"no {KEY}"
+        raise CheckpointError(
+            f"config.json of {directory} has {setting}, and the weights are {layout}: they do not belong together; "
+            f"download them again, or take {KEY} out of config.json where weights are plain"
+        )
     for name in states:
         _take_bitsandbytes(tensors, name)
     if packed:
-        quantisation = _read_quantisation(directory)
         scaled = next((name for name in stored if name.endswith(_SCALED)), None)
         if scaled is not None:
             raise CheckpointError(
                 f"{stored[scaled].path}: {scaled}: AWQ has moved scales into an activation, which the model of "
                 "transformers does not have; use the checkpoint that it was made from"
             )
-        take = _take_awq if quantisation.get("quant_method") == "awq" else _take_gptq
+        take = _take_awq if method == "awq" else _take_gptq
         for name in packed:
             take(tensors, name.removesuffix(_PACKED), quantisation)
     return tensors
@@ -116,28 +127,35 @@ def _name(quantisation: Quantisation) -> str:
     if method == "bitsandbytes":
         return f"bitsandbytes, {4 if quantisation.get('load_in_4bit') else 8} bits"
     bits = quantisation.get("bits", quantisation.get("w_bit"))
-    version = [str(quantisation["version"])] if method == "awq" and "version" in quantisation else []
-    return ", ".join([method, *([] if bits is None else [f"{bits} bits"]), *version])
+    layout = [] if _layout(quantisation) in (None, method) else [str(_layout(quantisation))]
+    return ", ".join([method, *([] if bits is None else [f"{bits} bits"]), *layout])
+
+
+def _layout(quantisation: Quantisation) -> str | None:
+    """Return the layout of a GPTQ or AWQ checkpoint, under the names that transformers knows for it."""
+    older = "version" if quantisation.get("quant_method") == "awq" else "checkpoint_format"
+    values = (
+        "llm-awq" if quantisation.get("backend") == "llm-awq" else None,
+        *map(quantisation.get, (older, "format")),
+    )
+    return next((str(one).lower() for one in values if one is not None), None)
 
 
 def _is_known(quantisation: Quantisation) -> bool:
     method, bits = quantisation.get("quant_method"), quantisation.get("bits", quantisation.get("w_bit", 4))
     if method == "bitsandbytes":
         return bool(quantisation.get("load_in_4bit"))
+    layout = _layout(quantisation)
     if method == "awq":
-        return bits == 4 and str(quantisation.get("version", "gemm")).lower() == "gemm"
-    return method == "gptq" and bits in _GPTQ_BITS
+        return bits == 4 and layout in (None, "gemm")
+    return method == "gptq" and bits in _GPTQ_BITS and layout in (None, "gptq", "gptq_v2")
 
 
 def _read_quantisation(directory: Path) -> Quantisation:
-    settings = quantisation_of(
-        files.read_json(directory / "config.json", CheckpointError, "download it again")
-    )
-    if settings is None:
-        raise CheckpointError(
-            f"{directory} holds quantised matrices, and its config.json has no quantization_config; download it again"
-        )
-    return settings
+    """Return what ``config.json`` says; nothing where there is none."""
+    path = directory / "config.json"
+    fields = files.read_json(path, CheckpointError, "download it again") if path.exists() else {}
+    return quantisation_of(fields) or {}
 
 
 def _part(tensors: dict[str, StoredTensor], name: str) -> StoredTensor:
@@ -202,7 +220,7 @@ def _take_gptq(tensors: dict[str, StoredTensor], prefix: str, quantisation: Quan
     packed, zeros, scales = (_part(tensors, prefix + end) for end in (_PACKED, ".qzeros", ".scales"))
     groups = tensors.pop(prefix + ".g_idx", None)
     bits = int(quantisation.get("bits", 4))
-    more = 0 if quantisation.get("checkpoint_format") == "gptq_v2" else 1
+    more = 0 if _layout(quantisation) == "gptq_v2" else 1
     rows, columns = packed.shape[0] * (32 // bits), packed.shape[1]
     _check_groups(prefix, packed, scales, zeros.numel * (32 // bits), columns)
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from outsize.accelerators import Devices
 from outsize.checkpoint.files.checkpoint_files import has_tokenizer, locate_checkpoint
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader, WeightSource
-from outsize.checkpoint.files.quantised import KEY, stored_as
+from outsize.checkpoint.files.quantised import stored_as
 from outsize.config import Config
 from outsize.errors import CheckpointError, ConfigError, ModelError
 from outsize.model.adapters import Adapters, AdapterSource, peft_config, put_in
-from outsize.model.build import build_image_model, build_skeleton, is_built_alone
+from outsize.model.build import build_image_model, build_skeleton, is_built_alone, without_quantisation
 from outsize.model.compiled import compile_blocks
 from outsize.model.liger import save_as_liger, take_liger
 from outsize.model.products import take_products
@@ -303,7 +303,7 @@ def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
             "newer transformers, or the config of a model that it knows"
         )
     try:
-        config = CONFIG_MAPPING[kind].from_dict(_unquantised(hf_config))
+        config = without_quantisation(CONFIG_MAPPING[kind].from_dict(dict(hf_config)))
     except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelError(
             f"the config of this {kind} model cannot be read: {error}; take the one that lies beside its weights"
@@ -320,12 +320,3 @@ def _text_part(hf_config: Mapping[str, Any]) -> tuple[Any, str | None]:
     if text is config or encodes or IMAGE in hf_config or not is_built_alone(text):
         return config, None
     return text, str(text.model_type)
-
-
-def _unquantised(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config, and what it says of its parts, without how weights are stored, which no plan depends on."""
-    return {
-        name: _unquantised(value) if isinstance(value, Mapping) else value
-        for name, value in hf_config.items()
-        if name != KEY
-    }
