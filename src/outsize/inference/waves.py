@@ -96,19 +96,22 @@ class Wave:
         """Have a forward join, which takes part from the next pass on."""
         self._go_on(number, walk, walk.advance())
 
-    def visit(self, waiting_bytes: int, *, measures: bool) -> int:
+    def visit(
+        self, waiting_bytes: int, *, measures: bool, leaves: Callable[[], bool] = lambda: False
+    ) -> tuple[int, list[int]]:
         """Visit all units once.
 
         Args:
             waiting_bytes: that the forwards are expected to hold together between units, caches not counted.
             measures: whether what they hold is wanted.
+            leaves: tells whether the first of several has left state that another would read; these end then.
 
-        Returns what they have held, at most.
+        Returns what they have held, at most, and the numbers of those that have to begin again.
 
         Raises:
             InfeasiblePlanError: a forward takes too much.
         """
-        at, most = -1, 0
+        at, most, first, again = -1, 0, next(iter(self.flights), None), list[int]()
         while units := [flight.call.unit for flight in self.flights.values() if flight.call.unit > at]:
             at = min(units)
             self._session.enter(at, self._extent, waiting_bytes)
@@ -123,14 +126,18 @@ class Wave:
                         flight.cache = find_cache(call.args, call.kwargs)
                     output = self._session.run(at, real, call.args, call.kwargs, weights, flight.cache)
                     self._go_on(number, flight.walk, flight.walk.advance(output))
+                    others = [one for one in self.flights if one != number]
+                    if number == first and others and leaves():
+                        self.close(others)
+                        again = others
+                        break
             self._session.leave(at)
-        return most
+        return most, again
 
-    def close(self) -> None:
-        """Let go of the forwards that have not ended."""
-        for flight in self.flights.values():
-            flight.walk.close()
-        self.flights.clear()
+    def close(self, numbers: Sequence[int] | None = None) -> None:
+        """Let go of forwards that have not ended; None for all."""
+        for number in list(self.flights) if numbers is None else numbers:
+            self.flights.pop(number).walk.close()
 
     def _go_on(self, number: int, walk: Walk, call: UnitCall | Finished) -> None:
         if isinstance(call, Finished):
@@ -149,18 +156,20 @@ class Wave:
 def forward_together(
     session: InferenceSession,
     boundaries: Boundaries,
-    walks: Sequence[Walk],
+    starts: Sequence[Callable[[], Walk]],
     waiting_bytes: int,
     on_output: Callable[[int, Any], None],
+    leaves: Callable[[], bool],
 ) -> int:
-    """Run one forward each, all of them unit by unit; see `Wave`.
+    """Run one forward each, unit by unit: all of them, or one behind the other where one leaves state on the model.
 
     Args:
         session: streams the weights.
         boundaries: in the place of the units.
-        walks: the forwards.
+        starts: each makes one of the forwards.
         waiting_bytes: that they are expected to hold together between units.
         on_output: see `Wave`.
+        leaves: tells whether a forward so far has left state behind.
 
     Returns the bytes that they have held between units, at most.
 
@@ -168,10 +177,15 @@ def forward_together(
         InfeasiblePlanError: a forward takes too much.
     """
     wave = Wave(session, boundaries, on_output)
+    waiting, most = list(range(len(starts))), 0
     try:
-        for number, walk in enumerate(walks):
-            wave.enter(number, walk)
-        return wave.visit(waiting_bytes, measures=True)
+        while waiting:
+            while waiting and not (wave.flights and leaves()):
+                number = waiting.pop(0)
+                wave.enter(number, starts[number]())
+            held, again = wave.visit(waiting_bytes, measures=True, leaves=leaves)
+            most, waiting = max(most, held), again + waiting
+        return most
     finally:
         wave.close()
 
@@ -185,7 +199,7 @@ class GenerationWave:
         sizes: how far each generation goes on.
         in_flight: at most so many at once; None for as many as hide loading.
         on_output: see `Wave`.
-        keeps_state: tells whether layers keep of themselves what they have read, so that one goes behind the other.
+        leaves: tells whether a generation so far has left state on the model, so that one goes behind the other.
 
     Attributes:
         most_rows: of all in flight, at most.
@@ -198,10 +212,10 @@ class GenerationWave:
         sizes: Sequence[Growth],
         in_flight: int | None,
         on_output: Callable[[int, Any], None],
-        keeps_state: Callable[[], bool],
+        leaves: Callable[[], bool],
     ) -> None:
         self._session, self._sizes, self._in_flight = session, sizes, in_flight
-        self._on_output, self._keeps_state = on_output, keeps_state
+        self._on_output, self._leaves = on_output, leaves
         self._wave = Wave(session, boundaries, self._leave)
         self._break_even = LoadHiding()
         self._row_bytes: Mapping[int, float] = {}  # of keys and values, by the length of a row
@@ -217,18 +231,19 @@ class GenerationWave:
         """
         waiting = iter(enumerate(starts))
         following = next(waiting, None)
-        is_first = True
+        num_passes = 0
         try:
             while following is not None or self._held:
                 num_before = len(self._held)
-                while following is not None and self._may_enter(following[0]):
+                # The first is alone for a pass over its prompt and one over a token: what they leave is seen.
+                while following is not None and self._may_enter(following[0], num_passes):
                     number, start = following
                     self._held[number] = self._bytes_of(number)
                     self._wave.enter(number, Walk(start, {}))
                     following = next(waiting, None)
                 if self._held:  # else all have ended before they called a unit
-                    self._pass(is_first, has_new=len(self._held) != num_before)
-                    is_first = False
+                    self._pass(not num_passes, has_new=len(self._held) != num_before)
+                    num_passes += 1
         finally:
             self._wave.close()
 
@@ -239,11 +254,10 @@ class GenerationWave:
         sizes = [self._sizes[number] for number in self._held]
         between = sum(self._between_bytes * one.rows * (one.length - one.num_new) for one in sizes)
         before, began = self._session.statistics(), time.perf_counter()
-        held = self._wave.visit(int(between), measures=is_first)
+        held, _ = self._wave.visit(int(between), measures=is_first)
         took = time.perf_counter() - began
         if is_first:
             self._learn(first.cache, sizes[0], held)
-            self._in_flight = 1 if self._keeps_state() else self._in_flight
         if is_first or not has_new:  # a prompt costs more than the token that follows
             self._break_even.took(rows, took, before, self._session.statistics())
 
@@ -260,10 +274,10 @@ class GenerationWave:
         row = self._row_bytes.get(align_up(size.length, LENGTH_STEP), 0.0)
         return int(size.rows * (row + self._between_bytes * (size.length - size.num_new)))
 
-    def _may_enter(self, number: int) -> bool:
+    def _may_enter(self, number: int, num_passes: int) -> bool:
         if not self._held:
             return True  # alone: the session finds room, or says what is short
-        if not self._break_even.compute_s:
+        if not self._break_even.compute_s or num_passes < 2 or (len(self._held) == 1 and self._leaves()):
             return False
         if self._in_flight is not None and len(self._held) >= self._in_flight:
             return False

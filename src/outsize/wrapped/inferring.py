@@ -16,7 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +31,7 @@ from outsize.inference.source import Source
 from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk
 from outsize.runtime.device.device import Device
-from outsize.runtime.forward.unit_state import LeftState
+from outsize.runtime.forward.unit_state import FlightState, LeftState
 from outsize.runtime.ops.link_codecs import decoding_bytes
 from outsize.session.job.demand import fixed_bytes
 from outsize.wrapped.planned import Planned
@@ -51,6 +51,7 @@ class Inferring(Planned):
     _scan_weights = 0
     _calls_units: weakref.ref[Callable[..., Any]] | None = None
     _depth = 0
+    _flight_state: FlightState | None = None
 
     @property
     def device(self) -> torch.device:
@@ -146,9 +147,12 @@ class Inferring(Planned):
                 for number, one in enumerate(inputs):
                     on_output(number, model(**one))
                 return 0
-            walks = [Walk(model, on_device(one, self.device)) for one in inputs]
+            starts = [partial(Walk, model, on_device(one, self.device)) for one in inputs]
             assert self._scan is not None
-            return forward_together(self._scan, self.session.boundaries, walks, waiting_bytes, on_output)
+            with self._watched(model) as leaves:
+                return forward_together(
+                    self._scan, self.session.boundaries, starts, waiting_bytes, on_output, leaves
+                )
 
     def generate_together(
         self,
@@ -178,17 +182,16 @@ class Inferring(Planned):
             assert self._scan is not None
             model = self._model()
             assert model is not None
-            before = _kept_by_modules(model)
-            wave = GenerationWave(
-                self._scan,
-                self.session.boundaries,
-                sizes,
-                in_flight,
-                on_output,
-                lambda: any(before.get(key) is not value for key, value in _kept_by_modules(model).items()),
-            )
-            wave.run(starts)
+            with self._watched(model) as leaves:
+                wave = GenerationWave(
+                    self._scan, self.session.boundaries, sizes, in_flight, on_output, leaves
+                )
+                wave.run(starts)
             return wave.most_rows
+
+    def _watched(self, model: nn.Module) -> contextlib.AbstractContextManager[Callable[[], bool]]:
+        self._flight_state = self._flight_state or FlightState()
+        return self._flight_state.watched(model, self._device)
 
     @property
     def room_for_waiting(self) -> int | None:
@@ -253,12 +256,6 @@ class Inferring(Planned):
         if self._scan is not None:
             self._scan.close()
             self._scan = None
-
-
-def _kept_by_modules(model: nn.Module) -> dict[tuple[int, str], Tensor]:
-    """Return the tensors that modules hold beside parameters and buffers, by module and name."""
-    held = ((id(module), name, value) for module in model.modules() for name, value in vars(module).items())
-    return {(module, name): value for module, name, value in held if isinstance(value, Tensor)}
 
 
 _log = logging.getLogger(__name__)

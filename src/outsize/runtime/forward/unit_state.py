@@ -6,7 +6,10 @@ Microbatches take turns between units, so that what the code of one leaves there
 batch has to go whole. What is made once and stays (a table, a cached mask) does no harm.
 """
 
+import dis
 import inspect
+import logging
+import re
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,8 +24,14 @@ from outsize.compat.transformers_private import OUTPUT_HOOKS
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 
+_log = logging.getLogger(__name__)
 # Of what code names outside of itself, what it may write into; other objects there belong to libraries.
 _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
+_NUMBERS = (int, float, str, torch.Tensor)
+_LIBRARY = re.compile(
+    r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch)\b"
+)  # their models assign none
+_STORES = ("STORE_GLOBAL", "STORE_DEREF")
 
 
 class UnitState:
@@ -101,13 +110,42 @@ def _named_in(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 @cache
+def _classes_of(kind: Any) -> tuple[type, ...]:
+    """Return a class of modules and those that it comes from, below PyTorch's own."""
+    return tuple(one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object)
+
+
+def _class_values(kinds: Iterable[Any], of: tuple[type, ...]) -> list[tuple[str, Any]]:
+    """Return what classes of modules, and those that these come from, hold of some types, by name."""
+    items = (item for kind in kinds for one in _classes_of(kind) for item in vars(one).items())
+    return [item for item in items if isinstance(item[1], of)]
+
+
+@cache
 def _functions_of(kind: Any) -> tuple[Any, ...]:
     """Return the functions of a class of modules, below PyTorch's own."""
-    classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object]
-    functions = [
-        inspect.unwrap(value) for one in classes for value in vars(one).values() if inspect.isfunction(value)
-    ]
-    return tuple(value for value in functions if inspect.isfunction(value))
+    values = (value for one in _classes_of(kind) for value in vars(one).values())
+    return tuple(filter(inspect.isfunction, map(inspect.unwrap, filter(inspect.isfunction, values))))
+
+
+def _assigned_by(modules: Iterable[nn.Module]) -> str | None:
+    """Return a global name, or a variable of a closure, that the code of modules or of their hooks assigns to."""
+    hooks = [hook for one in modules for hung in forward_hooks_of(one) for hook in hung.values()]
+    kinds = {cast("Hashable", type(one)) for one in modules}
+    waiting, functions = [*hooks, *(each for kind in kinds for each in _functions_of(kind))], set[Any]()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not inspect.isfunction(function) or function in functions or _LIBRARY.match(function.__module__):
+            continue
+        functions.add(function)
+        code, space = function.__code__, function.__globals__
+        stores = {one.argval for one in dis.get_instructions(code) if one.opname in _STORES}
+        if names := stores - {*code.co_varnames, *code.co_cellvars}:
+            return f"{function.__module__}.{min(names)}"
+        waiting += [
+            one for one in map(space.get, code.co_names) if getattr(one, "__globals__", None) is space
+        ]
+    return None
 
 
 def _is_of_code(value: Any) -> bool:
@@ -123,24 +161,36 @@ class LeftState:
         device: that computes.
         moves: whether buffers are exchanged for copies on other devices meanwhile.
         first: whether this call may make replicas, which puts hooks that record outputs.
+        others: containers that are looked at, too.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], device: torch.device, *, moves: bool, first: bool = False
+        self,
+        modules: Iterable[nn.Module],
+        device: torch.device,
+        *,
+        moves: bool,
+        first: bool = False,
+        others: Iterable[Any] = (),
     ) -> None:
         self._device, self._random = device, random_states(device)
         self._expected = OUTPUT_HOOKS if moves and first else ()
         state = UnitState(modules)
-        self._leaves, self._outline = outline_of((), state.modules, state.others)
+        self._leaves, self._outline = outline_of((), state.modules, [*state.others, *others])
         buffers = {id(buffers_of(module)) for module in state.modules} if moves else set()
         self._moving = {n for n, place in enumerate(self._outline.places) if id(place.target) in buffers}
         self._values = [leaf.detach().clone() for leaf in self._leaves]
 
-    def changed(self) -> str | None:
-        """Return the name of something that is another by now; None where nothing is. Changes in place do not count."""
+    def changed(self, *, in_place: bool = False) -> str | None:
+        """Return the name of something that is another by now, or is a tensor changed in place; None: nothing is."""
         written = self._outline.written(self._leaves)
         names = (self._outline.name_of(*key) for key in written if key[0] not in self._moving)
-        return next((name for name in names if not name.endswith(self._expected)), None)
+        left = next((name for name in names if not name.endswith(self._expected)), None)
+        if left is None and in_place:
+            pairs = enumerate(zip(self._leaves, self._values, strict=True))
+            others = (at for at, (leaf, value) in pairs if not torch.equal(leaf, value))
+            left = next(map(self._outline.name_of_leaf, others), None)
+        return left
 
     def undo(self) -> None:
         """Have everything be as it was."""
@@ -165,3 +215,40 @@ def watching(model: nn.Module) -> int:
         if hung
     )
     return hash((model.training, *hooks))
+
+
+class FlightState:
+    """Tells whether forwards leave state on a model that others in flight with them would read.
+
+    Forwards are watched until those of a call have left nothing, and again where other hooks hang on modules. One that
+    is seen to leave state does so from then on, for what it leaves may be equal by chance.
+    """
+
+    def __init__(self) -> None:
+        self._left: str | None = None
+        self._clean: int | None = None  # hooks and mode in which forwards left none, see `watching`
+
+    @contextmanager
+    def watched(self, model: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
+        """Yield what tells whether forwards have left state so far."""
+        sign, modules = watching(model), list(model.modules())
+        if self._left is not None or self._clean == sign:
+            yield lambda: self._left is not None
+            return
+        kinds = {type(one) for one in modules}
+        numbers = set(_class_values(kinds, _NUMBERS))
+        shared = [value for _, value in _class_values(kinds, _WRITABLE)]
+        before = LeftState(modules, device, moves=False, others=shared)
+
+        def leaves() -> bool:
+            if self._left is None:
+                others = (name for name, _ in numbers ^ set(_class_values(kinds, _NUMBERS)))
+                self._left = next(others, None) or before.changed(in_place=True) or _assigned_by(modules)
+                if self._left is not None:
+                    what = f"a forward changes {self._left}, which others would read"
+                    _log.warning("sequences go one behind the other from here: %s", what)
+            return self._left is not None
+
+        yield leaves
+        if not leaves():
+            self._clean = sign
