@@ -19,15 +19,32 @@ The tree, and whose mistake each branch is::
 
 Commands print the message of an `OutsizeError` and exit with status 2; anything else is a bug of outsize and keeps
 its traceback. In a library call, ``except outsize.OutsizeError`` catches what a user can act upon.
+What has to be closed whether a block ends in an error or not is a `Closing`.
 """
 
 import errno
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import BuiltinMethodType, GetSetDescriptorType, MemberDescriptorType
-from typing import Any
+from typing import Any, Self
 
 from outsize.units import format_bytes
+
+
+class Closing:
+    """Something that is closed as its ``with`` block ends."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """End it; a second call does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class OutsizeError(Exception):

@@ -13,7 +13,7 @@ import typer
 from outsize import files
 from outsize.choices import Dtype, Home, Scored
 from outsize.cli.text.records_text import digest_of
-from outsize.errors import ConfigError, StorageError
+from outsize.errors import Closing, ConfigError, StorageError
 
 if TYPE_CHECKING:
     from outsize.training.run_data import Conversation
@@ -70,7 +70,7 @@ def _places(model: str, base: str | None) -> list[str | Path]:
     return [model] if adapters is None else [adapters.directory, adapters.base]
 
 
-class TextWriter:
+class TextWriter(Closing):
     """A model and its tokenizer, open for writing; a context manager."""
 
     def __init__(self, options: ModelOptions, head: Literal["auto", "none"] = "auto") -> None:
@@ -220,10 +220,8 @@ class TextWriter:
 
         runner_of(self._model).close()
 
-    def __enter__(self) -> "TextWriter":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """See `Closing`."""
         self._stack.close()
 
 

@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -30,7 +29,7 @@ from outsize.data.survey import (
     survey_cut,
 )
 from outsize.data.tokens import TokenStore
-from outsize.errors import ConfigError, DataError
+from outsize.errors import Closing, ConfigError, DataError
 
 # Positions whose order is worked out at once: 32 KiB of numbers.
 _BLOCK = 4096
@@ -211,7 +210,7 @@ class OnePerDocument(DocumentLayout):
         return kept_documents(self._store, self._seq_len)
 
 
-class PackedDataset:
+class PackedDataset(Closing):
     """A data set ready to train on: `batch` for the data, ``detected`` for people.
 
     Args:
@@ -341,14 +340,6 @@ class PackedDataset:
     def close(self) -> None:
         """Close the files. May be called twice; forgetting it leaks nothing, they close with the object."""
         self._layout.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _digest(self, numbers: NDArray[np.int64]) -> str:
         """Return a hash of these sequences."""

@@ -7,10 +7,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, Threa
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import count
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from outsize.data.batch import Batch
+from outsize.errors import Closing
 
 
 class BatchSource(Protocol):
@@ -20,7 +20,7 @@ class BatchSource(Protocol):
         """Return the batch of ``step``."""
 
 
-class Prefetcher:
+class Prefetcher(Closing):
     """Context manager that makes batches ``start_step, start_step + 1, ...`` ahead of time.
 
     Threads of its own make them:
@@ -63,11 +63,6 @@ class Prefetcher:
         for _ in range(self._depth):
             self._begin()
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def next(self) -> Batch:
         """Return the batch of the next step.

@@ -149,12 +149,8 @@ def read_environment(root: Path, variables: Mapping[str, str]) -> Environment:
             for name, value in sorted(variables.items())
             if name.startswith(_PREFIXES)
         },
-        native=_native(),
+        native=Fact.read(level(), "outsize.native") if available() else Fact.read("none", str(reason())),
     )
-
-
-def _native() -> Fact:
-    return Fact.read(level(), "outsize.native") if available() else Fact.read("none", str(reason()))
 
 
 @cache

@@ -54,7 +54,8 @@ def take_products(split: Split, products: str, devices: Devices) -> str:
     _check_devices(devices, products)
     kind = _linear_class(products)
     layers = list(_linear_layers(split))
-    linears = [layer for layer in layers if type(layer) is nn.Linear and _fits(layer)]
+    linears = [layer for layer in layers if type(layer) is nn.Linear]
+    linears = [one for one in linears if one.in_features % _MULTIPLE == one.out_features % _MULTIPLE == 0]
     if not linears:
         raise ModelError(
             f"products: of {len(layers)} linear layers (torch.nn.Linear) in blocks of {type(split.model).__name__} "
@@ -107,10 +108,6 @@ def _linear_inside(module: nn.Module) -> Iterator[nn.Module]:
             if isinstance(child, nn.Linear):
                 yield child
             yield from _linear_inside(child)
-
-
-def _fits(layer: nn.Linear) -> bool:
-    return layer.in_features % _MULTIPLE == layer.out_features % _MULTIPLE == 0
 
 
 def _is_taken(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from outsize.accelerators import VENDORS
 from outsize.compat import torch_private
 from outsize.compat.transformers_private import output_collector
-from outsize.errors import ModelError
+from outsize.errors import Closing, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.model.split import split
@@ -227,7 +227,7 @@ class Finished:
     output: Any
 
 
-class Boundaries:
+class Boundaries(Closing):
     """Replaces the forward of each unit by a boundary, until closed.
 
     Outside a `Walk` a boundary calls the real forward, so the model still works as before; or ``outside``, where
@@ -280,12 +280,6 @@ class Boundaries:
                 module.forward = real
             elif "forward" in vars(module):
                 del module.forward
-
-    def __enter__(self) -> "Boundaries":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class _Coroutine(greenlet.greenlet):  # type: ignore[misc]

@@ -252,15 +252,12 @@ def _split(master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None) -> None:
 
 def _split24(master: Tensor, hi: Tensor, lo: Tensor, first: int, key: int | None) -> None:
     bits = master.view(torch.int32)
-    chance = 0x80 if key is None else _byte_of(chances(first, key, master.numel()))
+    drawn = None if key is None else chances(first, key, master.numel())
+    # 8 bits that are independent of either half, by which moments are rounded.
+    chance = 0x80 if drawn is None else (drawn >> 24 ^ drawn >> 8) & 0xFF
     rounded = torch.where(bits & _MAGNITUDE > _INFINITY, (bits | 0x400000) & -0x10000, bits + chance)
     hi.view(torch.int16).copy_(rounded + 0x8000 >> 16)
     lo.copy_(rounded >> 8)
-
-
-def _byte_of(chance: Tensor) -> Tensor:
-    """Return 8 bits of `chances` that are independent of either half, by which moments are rounded."""
-    return (chance >> 24 ^ chance >> 8) & 0xFF
 
 
 def _join(hi: Tensor, lo: Tensor, ties: Tensor | None, master: Tensor) -> None:

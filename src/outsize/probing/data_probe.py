@@ -49,7 +49,8 @@ def measure_data(effort: Effort, tokenizer: Path | None = None, *, num_cpus: int
             library: byte-level BPE, which is how most models' tokenizers work.
         num_cpus: processors that this process may use.
     """
-    counts = _counts(num_cpus)
+    # 1, 2, 4, ... and the number of processors itself.
+    counts = sorted({1 << power for power in range(max(1, num_cpus).bit_length())} | {max(1, num_cpus)})
     pieces = _pieces(effort.data_chars)
     loader = {str(count): _loader(effort, count) for count in counts}
     try:
@@ -64,11 +65,6 @@ def measure_data(effort: Effort, tokenizer: Path | None = None, *, num_cpus: int
     with _one_thread_each():
         rates = {str(count): _tokenized(backend, pieces, count, effort) for count in counts}
     return DataRates(tokenizer=name, tokenizer_tokens_per_s=rates, loader_tokens_per_s=loader)
-
-
-def _counts(num_cpus: int) -> list[int]:
-    """Return 1, 2, 4, ... and the number of processors itself."""
-    return sorted({1 << power for power in range(max(1, num_cpus).bit_length())} | {max(1, num_cpus)})
 
 
 def _tokenized(backend: Any, pieces: Sequence[str], num_threads: int, effort: Effort) -> Measurement:

@@ -115,6 +115,7 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
     """
     name, data = name_of(config.model.path), state["data"]
     model = name if _has_moved(state["model"], name) else state["model"]
+    optimizers = (state, _optimizer(config.optimizer))
     settings = (
         ("model.path", model, name),
         ("train.seed", state["seed"], config.train.seed),
@@ -122,9 +123,12 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         (
             "optimizer.name",
             state.get("optimizer", ADAMW),
-            _optimizer(config.optimizer).get("optimizer", ADAMW),
+            optimizers[1].get("optimizer", ADAMW),
         ),
-        ("the state that optimizer.args want", *map(_kept, (state, _optimizer(config.optimizer)))),
+        (
+            "the state that optimizer.args want",
+            *(", ".join(each.get("kept", ())) or "nothing" for each in optimizers),
+        ),
         ("optimizer.state", state.get("moments", "fp32"), config.optimizer.state),
         ("optimizer.masters", *_rounded_masters(state, config.optimizer.masters)),
         ("data.seq_len", data["seq_len"], config.data.seq_len),
@@ -232,11 +236,6 @@ def _optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
 def _rounded_masters(state: Mapping[str, Any], given: str) -> tuple[str, str]:
     """How masters were kept and are; those that keep 32 bits are all the same."""
     return state.get("masters", "auto" if given == "split24" else given), given
-
-
-def _kept(state: Mapping[str, Any]) -> str:
-    """What a class keeps of a parameter, in words."""
-    return ", ".join(state.get("kept", ())) or "nothing"
 
 
 def check_same_method(state: Mapping[str, Any], where: object, config: Config) -> None:

@@ -15,13 +15,13 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import torch
 
 from outsize.accelerators import catch_up
 from outsize.codecs.transport import Transport
 from outsize.config import MemoryConfig
+from outsize.errors import Closing
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.model.walk import Boundaries
@@ -83,7 +83,7 @@ class Store:
         return self.directory / f"{self.prefix}{name}"
 
 
-class Session:
+class Session(Closing):
     """Budgets and the home of one model, and an engine over it. A context manager; closing gives everything back.
 
     Args:
@@ -245,12 +245,6 @@ class Session:
     def close(self) -> None:
         """Give everything back; idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     @property
     def _device_tiers(self) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outsize.data.batch import Batch
+from outsize.errors import Closing
 from outsize.model.sizes.model_spec import UnitSpec
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.optim.shares import home_granule
@@ -36,7 +37,7 @@ from outsize.storage.ledger import Arena, Ledger
 from outsize.storage.record import CommitRecord
 
 
-class StreamedTrainer:
+class StreamedTrainer(Closing):
     """Trains a prepared model, streamed. A context manager; everything it holds is gone when it closes.
 
     Args:
@@ -270,12 +271,6 @@ class StreamedTrainer:
     def close(self) -> None:
         """Give everything back; idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> "StreamedTrainer":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _settings(self, observe_gradient: GradientObserver | None) -> EngineSettings:
         """What the engine is to do, of a run and of what was measured of its model."""

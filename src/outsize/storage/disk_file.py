@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from outsize import files
-from outsize.errors import StorageError, explain
+from outsize.errors import Closing, StorageError, explain
 from outsize.storage.ledger import Ledger
 from outsize.storage.prealloc import IOPool, enable_direct, open_again, preallocate
 from outsize.units import align_up
@@ -69,7 +68,7 @@ class Tally(threading.local):
     written_bytes = 0
 
 
-class DirectFile:
+class DirectFile(Closing):
     """A file of fixed size that reads as zeros until written; may be used from any thread.
 
     Calls that touch the same bytes must not overlap in time; all others may.
@@ -216,12 +215,6 @@ class DirectFile:
         if first:
             self._end()
             self._release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _transfer(
         self, views: Sequence[tuple[memoryview, int]], inspect: Sequence[Inspect], *, written: bool

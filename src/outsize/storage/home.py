@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.codecs.transport import room_bytes
+from outsize.errors import Closing
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec, is_packed
 from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.storage.disk_file import DEFAULT_REQUEST_BYTES, DirectFile, Span, Tally
@@ -33,7 +34,7 @@ from outsize.storage.prealloc import IOPool
 from outsize.storage.record import CommitRecord
 
 
-class Home(ABC):
+class Home(Closing, ABC):
     """What the runtime needs of a home; a context manager.
 
     Attributes:
@@ -131,7 +132,7 @@ class Home(ABC):
         """Return the number of times that each fallback was taken."""
         return {}
 
-    def pin(self) -> None:  # noqa: B027 - nothing to pin on a disk
+    def pin(self) -> None:
         """Pin what crosses to devices and is not pinned yet: weights, then gradients, as far as the driver does."""
 
     def read_ranges(self, unit: int, plane: str, ranges: Sequence[tuple[int, Tensor]]) -> None:
@@ -150,12 +151,6 @@ class Home(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the medium back; a second call does nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class HostHome(Home):

@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from outsize.errors import BudgetExceededError, StorageError
+from outsize.errors import BudgetExceededError, Closing, StorageError
 from outsize.units import align_up, format_bytes
 
 
@@ -73,9 +72,7 @@ class Reservation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 
@@ -204,7 +201,7 @@ class ArenaStatistics:
     num_pageable_fallbacks: int
 
 
-class Arena:
+class Arena(Closing):
     """Hands out page-aligned host memory as tensors and takes all of it back at once.
 
     Where pinning fails (WSL2, containers and some drivers pin part of RAM only) the memory is handed out pageable;
@@ -341,12 +338,6 @@ class Arena:
                 # pull the memory from under live tensors.
                 mapping.madvise(mmap.MADV_DONTNEED)
             self._mappings.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _let_go(pinner: Pinner | None, pinned: dict[int, int], reservations: dict[int, Reservation]) -> None:

@@ -17,10 +17,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 from outsize import files
-from outsize.errors import FREE_SPACE, OutsizeError, StorageError, explain
+from outsize.errors import FREE_SPACE, Closing, OutsizeError, StorageError, explain
 from outsize.units import format_bytes
 
 # What says that a disk, a file system or a share fails, and not that a file is another than was thought.
@@ -225,7 +224,7 @@ class _Batch:
                     self.ended.set()
 
 
-class IOPool:
+class IOPool(Closing):
     """Runs the requests of any number of callers, each caller helped by ``num_threads`` shared threads.
 
     Args:
@@ -292,12 +291,6 @@ class IOPool:
                 _end(self._queue, len(self._threads))
         for thread in self._threads:
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _end(batches: "queue.SimpleQueue[_Batch | None]", num_threads: int) -> None:

@@ -96,7 +96,8 @@ class RunSpec:
 
     def unpacked(self) -> "RunSpec":
         """Return the same run with a sequence for each document."""
-        return replace(self, config=_unpacked(self.config), may_unpack=False)
+        data = self.config.data.model_copy(update={"pack": "none"})
+        return replace(self, config=self.config.model_copy(update={"data": data}), may_unpack=False)
 
     def in_microbatches(self, count: int) -> "RunSpec":
         """Return the same run with steps cut into ``count`` microbatches."""
@@ -161,10 +162,6 @@ def check_shares(config: Config, num_ranks: int) -> None:
             f"of {config.microbatches} microbatches; raise it to {least * config.data.seq_len}, or lower "
             "train.microbatches"
         )
-
-
-def _unpacked(config: Config) -> Config:
-    return config.model_copy(update={"data": config.data.model_copy(update={"pack": "none"})})
 
 
 def devices_of(memory: MemoryConfig) -> Devices:

@@ -20,8 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from outsize.errors import Closing
 from outsize.hardware import cgroup
 from outsize.hardware.gpus import clock_limits
 from outsize.telemetry.run_reading import GpuSample, HostSample
@@ -31,7 +32,7 @@ _SM_CLOCK, _CHIP = 1, 0
 _SENT, _RECEIVED = 197, 198
 
 
-class GpuSampler:
+class GpuSampler(Closing):
     """Samples some GPUs; a context manager. Without NVML, or without GPUs to sample, it samples nothing.
 
     Args:
@@ -68,12 +69,6 @@ class GpuSampler:
             self._nvml.nvmlShutdown()
             self._nvml = None
             self._handles.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _sample(self, index: int, handle: Any) -> GpuSample:
         def ask(function: str, convert: Callable[[Any], Any], *arguments: Any) -> Any:

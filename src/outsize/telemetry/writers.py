@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from outsize.errors import ConfigError
+from outsize.errors import Closing, ConfigError
 
 # Fields of a heartbeat line that are told as they are.
 FIELDS = (
@@ -90,7 +90,7 @@ class Tracker:
         self._module.finish()
 
 
-class Writers:
+class Writers(Closing):
     """Several writers as one, none of which can end a run.
 
     Args:
@@ -125,12 +125,6 @@ class Writers:
         """Close all of them; idempotent."""
         self._each(lambda writer: writer.close())
         self._writers.clear()
-
-    def __enter__(self) -> "Writers":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _each(self, call: Callable[[Writer], None]) -> None:
         for name, writer in list(self._writers.items()):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outsize import files
-from outsize.errors import StorageError, explain
+from outsize.errors import Closing, StorageError, explain
 from outsize.telemetry.run_reading import SCHEMA_VERSION
 
 
@@ -217,7 +217,7 @@ class Telling:
         return True
 
 
-class Heartbeat:
+class Heartbeat(Closing):
     """Appends to the heartbeat of a run directory; a context manager. A half line that is there already is ended.
 
     Args:
@@ -266,12 +266,6 @@ class Heartbeat:
         """Close the file; idempotent."""
         with contextlib.suppress(OSError):
             self._file.close()
-
-    def __enter__(self) -> "Heartbeat":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _ends_within_a_line(path: Path) -> bool:

@@ -85,7 +85,7 @@ def train(
         interrupt = stack.enter_context(Interrupt(announce))
         ranks = stack.enter_context(together(config, place, announce))
         if ranks.restarted:
-            config = _resuming(config)
+            config = config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})
         if ranks.is_first:
             stack.enter_context(claimed(ranks.run_dir, config))
         ranks.group.barrier()  # who may not write there has ended by now
@@ -388,8 +388,3 @@ def _saver(trainer: StreamedTrainer, ranks: Ranks, dataset: PackedDataset) -> Sa
         writes=ranks.is_first,
         saved_step=-1 if newest is None else position_of(newest).step,
     )
-
-
-def _resuming(config: Config) -> Config:
-    """The same run, gone on with."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"resume": "auto"})})

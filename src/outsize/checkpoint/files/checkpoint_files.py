@@ -246,7 +246,8 @@ def read_beside(
     try:
         says = origin if adapters is None or not (adapters / GENERATION).is_file() else adapters
         read = _read(says, (GENERATION,)) | (_read(origin, (_CODE,)) if with_code else {})
-        read |= _read(owner, (*_OF_TOKENIZER, _CODE) if _brings_code(owner) else _OF_TOKENIZER)
+        has_code = "auto_map" in files.json_or_empty(owner / "tokenizer_config.json")
+        read |= _read(owner, (*_OF_TOKENIZER, _CODE) if has_code else _OF_TOKENIZER)
         lone = lone_template(adapters) if adapters is not None else None
         if template is None and lone is not None:
             template = files.read_text(lone)
@@ -290,8 +291,3 @@ def _read(origin: Path, patterns: Sequence[str]) -> dict[str, bytes]:
             with files.open_binary(path, "r") as file:
                 contents[str(path.relative_to(origin))] = zlib.compress(file.read(), 1)
     return contents
-
-
-def _brings_code(directory: Path) -> bool:
-    """Whether the tokenizer in ``directory`` is one of its own code."""
-    return "auto_map" in files.json_or_empty(directory / "tokenizer_config.json")

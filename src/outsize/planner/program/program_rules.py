@@ -129,7 +129,8 @@ class Rules:
         every = layout.num_workers * (1 + layout.cut)  # of a step that is cut each part loads the rest
         most = max(2, every) if unit == layout.rest else 2 * layout.num_rounds
         most = 1 + layout.cut if unit in layout.stays and layout.stages is None else most
-        require(self._loads[unit] < most, f"unit {unit} has been loaded {_times(most)} already")
+        times = "twice" if most == 2 else f"{most} times"
+        require(self._loads[unit] < most, f"unit {unit} has been loaded {times} already")
         self._home.load(op, unit)
         self._loads[unit] += 1
         self._slots[place] = unit
@@ -339,7 +340,3 @@ def _check_place(
 def _held(places: Mapping[Place, int], worker: int | None) -> set[int]:
     """Return the units that lie in places of ``worker``."""
     return {unit for (at, _), unit in places.items() if at == worker}
-
-
-def _times(count: int) -> str:
-    return "twice" if count == 2 else f"{count} times"

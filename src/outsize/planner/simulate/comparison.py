@@ -131,13 +131,14 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the comparison for people."""
-        parts = [part for part in self.parts if abs(part.seconds) >= TOLD_SHARE * self.measured_s]
+        least_s = TOLD_SHARE * self.measured_s
+        parts = [part for part in self.parts if abs(part.seconds) >= least_s]
         why = ", ".join(f"{part.name} {_signed(part.seconds)}" for part in parts)
         texts = [
             f"a step was predicted to take {format_seconds(self.predicted_s)} and takes "
             f"{format_seconds(self.measured_s)} ({1 / (1 + self.error) - 1:+.0%}){': ' if why else ''}{why}"
         ]
-        slow = [lane for lane in self.lanes if _is_told(lane, self.measured_s)]
+        slow = [lane for lane in self.lanes if lane.predicted_s > 0 and abs(lane.seconds) >= least_s]
         if slow:
             ratios = (f"{lane.name} {lane.measured_s / lane.predicted_s:.2f} x" for lane in slow)
             texts.append(f"lanes, measured over predicted: {', '.join(ratios)}")
@@ -184,10 +185,6 @@ def _busy(steps: Steps) -> dict[str, float]:
 
 def _difference(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Difference:
     return Difference(name=name, predicted_s=before.get(name, 0.0), measured_s=after.get(name, 0.0))
-
-
-def _is_told(lane: Difference, step_s: float) -> bool:
-    return lane.predicted_s > 0 and abs(lane.seconds) >= TOLD_SHARE * step_s
 
 
 def _signed(seconds: float) -> str:

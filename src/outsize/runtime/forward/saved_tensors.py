@@ -292,7 +292,7 @@ class Selected:
     def recording(self) -> Iterator[None]:
         """Context of the forward."""
         with ExitStack() as stack:
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forget, _unneeded))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _unneeded))
             stack.enter_context(watching(self._record))
             yield
         if any(version_of(tensor) != version for tensor, version in self._versions):
@@ -367,10 +367,6 @@ class Selected:
             generator.set_state(result.drawn)
         leaves = [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves]
         return torch_private.unflatten(leaves, result.structure)
-
-
-def _forget(tensor: Tensor) -> None:
-    return None
 
 
 def _unneeded(packed: None) -> NoReturn:
