@@ -83,7 +83,8 @@ def test_scores_are_those_of_transformers(name: str, dtype: str, tmp_path: Path,
     assert figures.num_waves > 1
     moved = runner_of(model).inference_statistics()
     assert moved is not None
-    assert moved.num_passes <= figures.num_waves  # and not one for each group
+    if name != "rwkv":  # whose forward sets a number on the model: one sequence goes behind the other
+        assert moved.num_passes <= figures.num_waves  # and not one for each group
 
 
 def test_texts_of_one_length_are_scored_as_transformers_scores_the_batch(
