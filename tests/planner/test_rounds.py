@@ -58,7 +58,7 @@ def recomputed(decision: Decision) -> float:
 
 def test_what_a_round_keeps_need_not_be_computed_again():
     """Where there is room for a part of a step only, a round of that part keeps more than all of the step at once."""
-    found = decide(ask("4090", budgets=replace(BUDGETS, device=14 * GIB), sequences=64))
+    found = decide(ask("4090", budgets=replace(BUDGETS, device=9 * GIB), sequences=64))
     question = found.question.deciding(round_microbatches=found.microbatches)
     whole = planned_at(question, found.microbatches, "host")
     assert found.plan.layout.num_rounds > 1

@@ -10,7 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from outsize.planner.program.stages import Choice
-from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS, DivergedError, Selected
+from outsize.runtime.forward.saved_tensors import (
+    ATTENTION,
+    PRODUCTS,
+    DivergedError,
+    Selected,
+    is_kept_product,
+)
 from planner.layouts import first_kept
 from reference import Recipe
 from runtime.engines import contexts, engine_over
@@ -153,3 +159,43 @@ def test_what_leaves_comes_back_byte_for_byte(choice: Choice, tmp_path: Path):
         assert moved.num_let_go == 0
         assert moved.bytes_down == moved.bytes_up > 0
     assert train_engine(make(Sparse), batches(1, 1), tmp_path / "again", kept=kept).losses
+
+
+class Adapted(nn.Module):
+    """A layer under an adapter of rank 4, in fp32 as PEFT has them, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down = (nn.Parameter(torch.randn(64, width)) for width in (64, 64))
+        self.a, self.b = nn.Parameter(torch.randn(4, 64)), nn.Parameter(torch.randn(64, 4))
+        self.experts = nn.Parameter(torch.randn(2, 64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = linear(x, self.base) + 2.0 * linear(linear(x, self.a), self.b)
+        ends = torch.tensor([5, x.shape[0]], dtype=torch.int32)
+        mixed = torch.nn.functional.grouped_mm(x.tanh(), self.experts, offs=ends)
+        return linear(torch.cat([mixed, mixed.relu()], -1), self.down).tanh()
+
+
+def test_products_of_adapters_are_computed_again_and_those_of_experts_are_not():
+    """What an adapter returns has as many elements as what its layer returns, in fp32, and takes next to nothing."""
+    torch.manual_seed(0)
+    block, x = Adapted(), torch.randn(12, 64, requires_grad=True)
+    ops: Counter[bool] = Counter()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
+            ops[is_kept_product(func, args)] += func in PRODUCTS or "grouped_mm" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        block(x)
+    assert ops == {True: 4, False: 1}
+    expected, _ = gradients(block, x, None)
+    selected = Selected(None)
+    found, computed = gradients(block, x, selected)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert computed[torch.ops.aten.mm.default] == 1
+    assert not computed[torch.ops.aten._grouped_mm.default]

@@ -65,6 +65,7 @@ class Gpu(_Described):
         pcie_generation: of its connector; a slot may give less.
         is_host: whether it is the host's own processor, which then is device and host in one.
         products_per_s: FLOPs of products of bf16 matrices as Muon has them; None where nobody has measured that.
+        fused: whether what lies between products of a model runs in kernels made for it.
         fp8_gain: how many times as fast linear layers of blocks multiply in fp8, where they do; None where they do not.
     """
 
@@ -76,6 +77,7 @@ class Gpu(_Described):
     pcie_generation: int
     is_host: bool = False
     products_per_s: Figure | None = None
+    fused: bool = False
     fp8_gain: Figure | None = None
 
     @property

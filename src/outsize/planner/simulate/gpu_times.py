@@ -15,9 +15,21 @@ from outsize.planner.simulate.pipeline import sums
 from outsize.planner.simulate.simulator import CostModel, Timeline
 
 # Of the rate of dense products, what products of tokens with the experts that they visit reach: many small ones, with
-# tokens gathered and scattered around them. RoundPipe (arXiv 2604.27085) trains adapters of Qwen3-235B-A22B at 38 % of
-# the bound that dense products set, beside 100 % of that bound for its dense models.
-ROUTED_SHARE = 0.38
+# tokens gathered and scattered around them. In kernels of their own: OLMoE (arXiv 2409.02060, 4.1.1) trains 1.3B active
+# parameters at 23,600 tokens/s a GPU, dense ones at 37,500; two thirds of its FLOPs are routed. In eager blocks:
+# RoundPipe (arXiv 2604.27085) trains adapters of Qwen3-235B-A22B at half of the bound that dense products set on one
+# GPU, and at 38 % on eight, whose processor asks for the work of all; at 100 % of it dense models.
+ROUTED_FUSED, ROUTED_EAGER, ROUTED_EAGER_ON_SEVERAL = 0.54, 0.5, 0.38
+# What lies between products, norms and activations, writes the input of each and reads its result, in 2 bytes an
+# element. A share of the peak holds that of the models that it was read off, the middle of which is Qwen2.5-7B:
+# elements for each FLOP.
+USUAL_ELEMENTS = 1.93e-4
+# Bytes for each element of what adapters of linear layers read and return: added in kernels of their own, or in eager
+# operations that cast to fp32, multiply, scale, cast and add.
+ADAPTED_FUSED, ADAPTED_EAGER = 6, 36
+# Least time that a pass over an eager block takes its thread: Llama 2 7B, 32 blocks, writes 25.5 tokens/s in plain
+# PyTorch on an A100, whatever the GPU could do (pytorch.org/blog/accelerating-generative-ai-2).
+EAGER_BLOCK_S = 1 / 25.5 / 32
 
 
 def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
@@ -32,31 +44,69 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     rate = min(gpu.flops_per_s(dtype) for gpu in machine.gpus)
     memory = min(gpu.memory_bytes_per_s.value for gpu in machine.gpus)
     looked_up_s = 2 * work.boundary_bytes[-1] / memory
-    slower = _slower(work)
+    slower = _slower(machine, work)
     forward = _seconds(work.forward_flops, slower, rate, looked_up_s)
     # What goes in parts, a mixture included, is computed again by the backward: the recompute leaves it out.
     again_flops = work.again_flops or (0.0,) * len(slower)
     of_recompute = (1.0 if again else more for again, more in zip(again_flops, slower, strict=True))
     recompute = _seconds(work.recompute_flops, tuple(of_recompute), rate, looked_up_s)
+    # Kernels made for a layer (linear attention) spare what its reference computes in loops for its gradient.
+    most = 2.0 if all(gpu.fused for gpu in machine.gpus) else inf
+    gradient_flops = tuple(map(min, work.gradient_flops, (most * flops for flops in work.forward_flops)))
     gradient = tuple(
         flops * more / rate if down else 2 * looked_up_s
-        for down, flops, more in zip(work.forward_flops, work.gradient_flops, slower, strict=True)
+        for down, flops, more in zip(work.forward_flops, gradient_flops, slower, strict=True)
     )
-    again = (
+    again = tuple(
         (flops + (more - 1) * forward_flops * (flops > 0)) / rate
         for flops, more, forward_flops in zip(again_flops, slower, work.forward_flops, strict=True)
     )
-    backward = tuple(sum(parts) for parts in zip(recompute, gradient, again, strict=True))
-    forward, recompute, backward = (
-        tuple(one * less for one, less in zip(seconds, _faster(machine, work, slower), strict=True))
-        for seconds in (forward, recompute, backward)
+    faster = _faster(machine, work, slower)
+    between = zip(_between(machine, work, memory), work.forward_flops, strict=True)
+    for_each = [seconds / flops if flops else 0.0 for seconds, flops in between]  # FLOP of any pass
+    flops_of = (work.forward_flops, work.recompute_flops, gradient_flops)
+    forward, recompute, gradient = (
+        _launched(machine, work, [s * less + flops * more for s, less, flops, more in parts])
+        for parts in (
+            zip(seconds, faster, flops, for_each, strict=True)
+            for seconds, flops in zip((forward, recompute, gradient), flops_of, strict=True)
+        )
     )
+    more = (seconds * less for seconds, less in zip(again, faster, strict=True))
     return UnitTimes(
         forward_s=forward,
-        backward_s=backward,
+        backward_s=tuple(map(sum, zip(recompute, gradient, more, strict=True))),
         recompute_s=recompute,
-        spared_s=_spared(work, recompute, rate, memory),
+        spared_s=_spared(machine, work, recompute, rate, memory),
     )
+
+
+def _adapted_s(machine: Machine, work: Workload, memory: float) -> tuple[float, ...]:
+    """Return what adapters of each unit add to a pass of it."""
+    each = max(ADAPTED_FUSED if gpu.fused else ADAPTED_EAGER for gpu in machine.gpus)
+    elements = work.low_rank_elements or (0.0,) * len(work.forward_flops)
+    return tuple(each * count / memory for count in elements)
+
+
+def _between(machine: Machine, work: Workload, memory: float) -> tuple[float, ...]:
+    """Return what lies between products in each forward beyond what a share of the peak holds; less in wide models."""
+    adapted = _adapted_s(machine, work, memory)
+    if not work.moved_elements:
+        return adapted
+    nothing = (0.0,) * len(adapted)
+    others = map(sum, zip(work.attention_flops or nothing, work.routed_flops or nothing, strict=True))
+    units = zip(adapted, work.moved_elements, work.forward_flops, others, strict=True)
+    return tuple(
+        adapted_s + 2 * (moved - USUAL_ELEMENTS * max(0.0, flops - other)) / memory
+        for adapted_s, moved, flops, other in units
+    )
+
+
+def _launched(machine: Machine, work: Workload, seconds: Sequence[float]) -> tuple[float, ...]:
+    """Return no less than the thread of the slowest GPU takes to ask for the operations of each block."""
+    least_s = max(0.0 if gpu.fused or gpu.is_host else EAGER_BLOCK_S for gpu in machine.gpus)
+    blocks = zip(seconds[:-1], work.forward_flops[:-1], strict=True)
+    return (*(max(one, least_s) if flops and one else one for one, flops in blocks), seconds[-1])
 
 
 def _seconds(
@@ -65,11 +115,12 @@ def _seconds(
     return tuple(one * more / rate if one else idle_s for one, more in zip(flops, slower, strict=True))
 
 
-def _slower(work: Workload) -> tuple[float, ...]:
+def _slower(machine: Machine, work: Workload) -> tuple[float, ...]:
     """Return how many times as long each unit takes as all of its FLOPs in dense products would."""
     if not work.routed_flops:
         return (1.0,) * len(work.forward_flops)
-    lost = 1 / ROUTED_SHARE - 1
+    eager = ROUTED_EAGER_ON_SEVERAL if len(machine.gpus) > 1 else ROUTED_EAGER
+    lost = 1 / (ROUTED_FUSED if all(gpu.fused for gpu in machine.gpus) else eager) - 1
     return tuple(
         1 + lost * routed / flops if flops else 1.0
         for routed, flops in zip(work.routed_flops, work.forward_flops, strict=True)
@@ -88,17 +139,20 @@ def _faster(machine: Machine, work: Workload, slower: Sequence[float]) -> tuple[
 
 
 def _spared(
-    work: Workload, recompute: Sequence[float], rate: float, memory: float
+    machine: Machine, work: Workload, recompute: Sequence[float], rate: float, memory: float
 ) -> dict[Extent, tuple[float, ...]]:
     """Return what of each recompute is spared where attention, or attention and products, are kept.
 
-    Where products are kept too, what lies between them is made again: it is read and written once.
+    Where products are kept too, what lies between them is made again, and adapters: it is read and written once.
     """
     if not work.attention_bytes:
         return {}
+    adapted = _adapted_s(machine, work, memory)
     between = (
-        2 * (saved_bytes - products_bytes) / memory
-        for saved_bytes, products_bytes in zip(work.saved_bytes, work.products_bytes, strict=True)
+        adapted_s + 2 * (saved_bytes - products_bytes) / memory
+        for adapted_s, saved_bytes, products_bytes in zip(
+            adapted, work.saved_bytes, work.products_bytes, strict=True
+        )
     )
     products = (max(0.0, all_s - rest_s) for all_s, rest_s in zip(recompute, between, strict=True))
     return {

@@ -33,6 +33,7 @@ from outsize.accelerators import is_accelerator, module_of
 from outsize.compat import torch_private
 from outsize.compat.torch_private import (
     counting_changes_of_views,
+    is_grouped_product,
     memory_key,
     operations,
     storage_key,
@@ -252,6 +253,14 @@ ATTENTION = operations(
 PRODUCTS = operations("mm.default", "addmm.default")
 
 
+def is_kept_product(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operation is a product of tokens with weights that takes longer than its result takes to move."""
+    if func not in PRODUCTS:
+        return is_grouped_product(func)
+    inner, outer = args[-1].shape
+    return inner > 256 or inner * 8 > outer  # else of adapters: a few columns, summed to many
+
+
 class DivergedError(BaseException):
     """A recompute ran other operations than its forward; not an `Exception`, so that no code of models catches it."""
 
@@ -314,34 +323,31 @@ class Selected:
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Have the recompute run the operations that returned memory of ``tensors``: it goes ways of its own."""
-        storages = {memory_key(tensor) for tensor in tensors}
-        self._left_out = frozenset(self.held.memories_of(storages))
+        self._left_out = frozenset(self.held.memories_of({memory_key(tensor) for tensor in tensors}))
 
     def clear(self) -> None:
         """Keep nothing after all."""
         self._results.clear()
         self.held.clear()
 
-    def _is_kept(self, func: Any) -> bool:
+    def _is_kept(self, func: Any, args: tuple[Any, ...]) -> bool:
         if func in ATTENTION:
             return True
-        if func not in PRODUCTS or self._most_products == 0:
+        if self._most_products == 0 or not is_kept_product(func, args):
             return False
         self._num_products += 1
         return self._most_products is None or self._num_products <= self._most_products
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_kept(func):
+        if not self._is_kept(func, args):
             return func(*args, **kwargs)
         generator = _generator_of(func, args)
         before = None if generator is None else generator.get_state()
         out = func(*args, **kwargs)
         leaves, structure = torch_private.flatten(out)
         values = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        drawn = None
-        if generator is not None and before is not None:
-            behind = generator.get_state()
-            drawn = None if torch.equal(before, behind) else behind
+        behind = None if generator is None else generator.get_state()
+        drawn = None if before is None or behind is None or torch.equal(before, behind) else behind
         self._results.append(_Result(func, _forms(args), values, structure, drawn))
         return out
 
@@ -355,7 +361,7 @@ class Selected:
         return self.held.hold(alias)
 
     def _replay(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._is_kept(func):
+        if not self._is_kept(func, args):
             return func(*args, **kwargs)
         if not self._results or (self._results[-1].func, self._results[-1].forms) != (func, _forms(args)):
             raise DivergedError
@@ -365,8 +371,9 @@ class Selected:
         generator = _generator_of(func, args)  # that of the device where this runs
         if result.drawn is not None and generator is not None:
             generator.set_state(result.drawn)
-        leaves = [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves]
-        return torch_private.unflatten(leaves, result.structure)
+        return torch_private.unflatten(
+            [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves], result.structure
+        )
 
 
 def _unneeded(packed: None) -> NoReturn:
@@ -386,7 +393,5 @@ def _generator_of(func: Any, args: tuple[Any, ...]) -> torch.Generator | None:
     if not is_accelerator(device):
         return torch.default_generator
     backend = module_of(device)
-    generator: torch.Generator = backend.default_generators[
-        backend.current_device() if device.index is None else device.index
-    ]
-    return generator
+    index = backend.current_device() if device.index is None else device.index
+    return cast(torch.Generator, backend.default_generators[index])

@@ -96,9 +96,13 @@ class UnitFlops(NamedTuple):
         needed: of as much of it as its backward needs.
         gradient: of its backward.
         routed: of its forward, those of tokens with the experts that they visit.
+        moved: elements that its forward's products of tokens with weights read and return, those of experts left out.
+        low_rank: the same of products that are not worth keeping, as of adapters.
     """
 
     forward: int = 0
     needed: int = 0
     gradient: int = 0
     routed: int = 0
+    moved: int = 0
+    low_rank: int = 0

@@ -88,12 +88,15 @@ class Counts:
         chunked = all(row.plain for row in rows)
         measured = scale(rows, self.lengths, sequences, seq_len, self.chunk_tokens if chunked else None)
         routed = measured.flops.routed(sequences, seq_len)
+        moved, low_rank = measured.flops.moved(sequences, seq_len)
         return Workload(
             tokens=sequences * seq_len,
             forward_flops=measured.flops.forward(sequences, seq_len),
             recompute_flops=measured.flops.needed(sequences, seq_len),
             gradient_flops=measured.flops.gradient(sequences, seq_len),
             routed_flops=routed if any(routed) else (),
+            moved_elements=moved,
+            low_rank_elements=low_rank if any(low_rank) else (),
             boundary_bytes=measured.boundary_bytes,
             forward_workspace_bytes=self._by_kind(measured.forward_bytes),
             backward_workspace_bytes=self._by_kind(measured.backward_bytes),

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from outsize.accelerators import module_of
 from outsize.compat import torch_private
 from outsize.compat.torch_private import OperationMode, storage_key, watching
-from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS
+from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS, is_kept_product
 from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_facts import UnitFlops, Yield, Yields
 from outsize.runtime.forward.unit_state import UnitState, untouched
@@ -76,6 +76,8 @@ class _Ran(NamedTuple):
     is_product: bool = False
     num_bytes: int = 0
     memory: tuple[StorageWeakRef, ...] = ()
+    # Elements that a product reads of tokens and returns.
+    moved: int = 0
 
 
 class OpTrial:
@@ -122,18 +124,23 @@ class OpTrial:
             needed=sum(needed),
             gradient=self._backward_flops,
             routed=sum(one.flops for one in self._forward if one.routed),
+            moved=sum(one.moved for one in self._forward if one.is_product),
+            low_rank=sum(one.moved for one in self._forward if not one.is_product),
         )
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         at, flops = len(self._ops), flops_of(func, args, kwargs, out)
-        if func in ATTENTION or func in PRODUCTS:
+        is_product, moved = is_kept_product(func, args), 0
+        if func in PRODUCTS:
+            moved = args[-2].numel() + out.numel()
+        if func in ATTENTION or is_product:
             tensors = [leaf for leaf in torch_private.leaves_of(out) if isinstance(leaf, Tensor)]
             memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)  # type: ignore[no-untyped-call]
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            self._forward.append(_Ran(at, flops, False, func in PRODUCTS, size, memory))
+            self._forward.append(_Ran(at, flops, _name(func) in _GROUPED, is_product, size, memory, moved))
         elif flops:
-            self._forward.append(_Ran(at, flops, _name(func) in _GROUPED))
+            self._forward.append(_Ran(at, flops, _name(func) in _GROUPED, moved=moved))
         return out
 
     def _note_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

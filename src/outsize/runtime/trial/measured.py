@@ -107,6 +107,12 @@ class Flops:
         """Return the same of its forward's products of tokens with the experts that they visit."""
         return self._at([[one.routed for one in row] for row in self.units], sequences, seq_len)
 
+    def moved(self, sequences: int, seq_len: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return the elements that products of each unit's forward read and return, and those of low rank."""
+        rows = self.units
+        products, low_rank = ([[one[part] for one in row] for row in rows] for part in (-2, -1))
+        return self._at(products, sequences, seq_len), self._at(low_rank, sequences, seq_len)
+
     def _at(self, rows: Sequence[Sequence[int]], sequences: int, seq_len: int) -> tuple[float, ...]:
         if len(rows) == 1:
             tokens = sequences * seq_len / self.lengths[0]
