@@ -25,7 +25,10 @@ def answer(capsys, *arguments):
 
 
 def test_the_tables_say_that_they_predict_and_from_what(model_dir, capsys):
-    assert run(model_dir, "--gpus", "4090", "--seq-len", 128, "--tokens", "1M", "--full") == 0
+    assert (
+        run(model_dir, "--gpus", "4090", "--kernels", "fused", "--seq-len", 128, "--tokens", "1M", "--full")
+        == 0
+    )
     text = capsys.readouterr().out
     for words in (
         "A prediction from the figures below, not a measurement",

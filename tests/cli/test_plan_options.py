@@ -64,7 +64,7 @@ def test_products_in_fp8_are_faster_and_less_certain(model_dir, capsys, tmp_path
 
 
 def test_nodes_share_the_step(model_dir, capsys):
-    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice")
+    options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice", "--kernels", "fused")
     one = answer(capsys, *options, "--tokens-per-step", 1024 * 128)
     four = answer(capsys, *options, "--tokens-per-step", 4096 * 128, "--nodes", 4, "--net", "100Gb")
     assert (four["nodes"], four["tokens_per_step"]) == (4, 4096 * 128)
@@ -80,7 +80,7 @@ def test_nodes_share_the_step(model_dir, capsys):
         "1Gb",
     )
     slow, less = answer(capsys, *coded), answer(capsys, *coded, "--net-gradients", "int4-stochastic")
-    assert less["tokens_per_s"] > 1.5 * slow["tokens_per_s"]
+    assert less["tokens_per_s"] > 1.2 * slow["tokens_per_s"]
     assert run(*options, "--net-gradients", "bf16") == 2
     assert "no effect with one node" in capsys.readouterr().err
     assert run(*options, "--nodes", 2, "--net", "3GB") == 0

@@ -306,8 +306,7 @@ class Workload:
         gradient_flops: of each streamed unit's backward, without what it recomputes.
         experts_forward_bytes: the most that experts of a block allocate in a forward that keeps nothing; 0 for none.
         routed_flops: of its forward, those of tokens with the experts that they visit; empty for none.
-        moved_elements: that products of tokens with weights read and return in its forward, those of experts left out;
-            empty where that is unknown.
+        moved_elements: read and returned by its forward's products, not those of experts; empty where unknown.
         low_rank_elements: the same of adapters; empty for none.
         again_flops: that its backward computes again whatever is kept, see `model.tiled`; empty for none.
         attention_bytes: of what each streamed unit's attention returns; empty where it is unknown.

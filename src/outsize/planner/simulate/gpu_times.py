@@ -90,10 +90,9 @@ def _adapted_s(machine: Machine, work: Workload, memory: float) -> tuple[float, 
 
 def _between(machine: Machine, work: Workload, memory: float) -> tuple[float, ...]:
     """Return what lies between products in each forward beyond what a share of the peak holds; less in wide models."""
-    adapted = _adapted_s(machine, work, memory)
+    nothing, adapted = (0.0,) * len(work.forward_flops), _adapted_s(machine, work, memory)
     if not work.moved_elements:
         return adapted
-    nothing = (0.0,) * len(adapted)
     others = map(sum, zip(work.attention_flops or nothing, work.routed_flops or nothing, strict=True))
     units = zip(adapted, work.moved_elements, work.forward_flops, others, strict=True)
     return tuple(

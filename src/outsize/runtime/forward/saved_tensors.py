@@ -258,7 +258,7 @@ def is_kept_product(func: Any, args: tuple[Any, ...]) -> bool:
     if func not in PRODUCTS:
         return is_grouped_product(func)
     inner, outer = args[-1].shape
-    return inner > 256 or inner * 8 > outer  # else of adapters: a few columns, summed to many
+    return bool(inner > 256 or inner * 8 > outer)  # else of adapters: a few columns, summed to many
 
 
 class DivergedError(BaseException):
@@ -368,8 +368,9 @@ class Selected:
         result = self._results.pop()
         if any(isinstance(leaf, Shown) and leaf.memory in self._left_out for leaf in result.leaves):
             return func(*args, **kwargs)
-        generator = _generator_of(func, args)  # that of the device where this runs
-        if result.drawn is not None and generator is not None:
+        if (
+            result.drawn is not None and (generator := _generator_of(func, args)) is not None
+        ):  # of this device
             generator.set_state(result.drawn)
         return torch_private.unflatten(
             [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves], result.structure
