@@ -142,7 +142,7 @@ def test_adapters_on_several_cards_have_no_cliff_and_wait_for_no_weights_where_a
     assert all(fast >= slow * LITTLE for slow, fast in pairwise(rates))
     one = question(config, "4090", "lora", 4096, 1024, device_memory="21.5GiB")
     assert rates[-1] > 1.3 * tokens_per_s(one)
-    assert rates[-1] > 1.8 * rates[0]
+    assert rates[-1] > 1.7 * rates[0]
 
 
 def test_units_that_may_be_resident_are_never_slower_and_gain_with_memory(config):
@@ -160,7 +160,8 @@ def test_masters_are_no_longer_split_where_units_step_on_the_device_sooner_so(tm
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**SHAPE, **NARROW, "num_hidden_layers": 16}))
     rates = {
-        masters: tokens_per_s(question(config, "4090", "full", 1024, 1024, masters=masters))
+        masters: tokens_per_s(question(config, "4090", "full", 1024, 1024, masters=masters, kernels="fused"))
         for masters in ("auto", "split", "separate")
     }
-    assert rates["auto"] == rates["separate"] > 1.03 * rates["split"]
+    assert rates["auto"] == pytest.approx(rates["separate"], rel=1e-3)
+    assert rates["auto"] > 1.03 * rates["split"]
