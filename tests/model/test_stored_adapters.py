@@ -242,8 +242,8 @@ def test_adapters_in_the_hubs_cache_are_found_by_their_id(
     assert torch.equal(logits_of("some/adapters"), logits_of(plain))
 
 
-def test_training_names_what_to_write_for_a_directory_of_adapters(plain: Path, tmp_path: Path):
-    with pytest.raises((CheckpointError, ModelError), match=r"holds adapters.*lora.from="):
+def test_training_over_adapters_names_their_model_where_it_is_missing(plain: Path, tmp_path: Path):
+    with pytest.raises((CheckpointError, ModelError), match=r"names \S+ as the model of the adapters"):
         outsize.plan({"model": {"path": str(plain)}, "data": {"path": str(tmp_path)}})
 
 
