@@ -20,6 +20,7 @@ from outsize.config import Config, load_config
 from outsize.data.chat import CHATML_TEMPLATE
 from outsize.errors import CheckpointError, ConfigError, InfeasiblePlanError, OutsizeError
 from outsize.functions import export
+from outsize.session import run_state
 from outsize.session.job.prepare import prepare
 from outsize.streamed.spec import RunSpec
 from outsize.training.forecast import preview
@@ -435,3 +436,12 @@ def test_adapters_name_their_model_from_wherever_they_are_loaded(
                 update={"model": config.model.model_copy(update={"path": str(newest(config))})}
             )
         )
+
+
+def test_another_checkpoint_of_a_run_is_no_model_that_has_moved(tmp_path: Path):
+    """A run over a run's weights would go on over others, where the ones that it began with have been removed."""
+    begun, later, moved = (tmp_path / name / "checkpoints" / step for name, step in ("a1", "a2", "b1"))
+    for there in (later, moved):
+        there.mkdir(parents=True)
+    assert run_state._has_moved(str(begun), str(moved))
+    assert not run_state._has_moved(str(begun), str(later))

@@ -105,7 +105,7 @@ def test_a_model_without_such_mlps_is_refused_before_work_starts(tmp_path: Path)
 
 def test_parts_are_advised_where_blocks_lack_room_and_can_go_in_parts(tmp_path: Path) -> None:
     """Not where they go in parts already, and not where the head is what is large."""
-    tight = {"memory": {"device_memory": "1KiB"}}
+    tight = {"memory": {"device_memory": "150KiB"}}
     for train, advised in ({"mlp_parts": 1}, True), ({"mlp_parts": 4}, False):
         with pytest.raises(InfeasiblePlanError) as raised:
             plan(make_run(tmp_path / str(advised), train={**train, "head_chunk_tokens": 4}, **tight))

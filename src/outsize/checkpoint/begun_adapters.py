@@ -114,7 +114,12 @@ def with_saved_model(config: Config, announce: Callable[[str], None] = lambda _:
     directory = Path(os.path.expanduser(path))
     stored = None if (directory / "config.json").is_file() or not directory.is_dir() else find_adapters(path)
     if stored is not None and tree.setdefault("train", {}).setdefault("method", "lora") == "lora":
-        tree["lora"] = {"from": path, **tree.get("lora", {})}
+        if tree.get("lora", {}).get("from") not in (None, path):
+            raise ConfigError(
+                f"model.path: {path} holds adapters, and lora.from names others, {tree['lora']['from']}; with "
+                f"model.path: {stored.base} the latter train on alone"
+            )
+        tree["lora"] = {**tree.get("lora", {}), "from": path}
         announce(f"note: {path} holds adapters of {stored.base}, which train on beside it (lora.from)")
         path = stored.base
     if (path, teacher) == (config.model.path, config.train.teacher):

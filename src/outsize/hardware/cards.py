@@ -177,7 +177,7 @@ class Card:
             efficiency=share_of_peak(self.kind, kernels),
             memory_bytes_per_s=Figure(value=self.memory_bytes_per_s, source=self.source),
             pcie_generation=self.pcie_generation,
-            fused=kernels in _FUSED,
+            fused=kernels != "eager",
             fp8_gain=fp8_gain(self.kind) if fp8 else None,
         )
 

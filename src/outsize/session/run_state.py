@@ -266,7 +266,11 @@ def name_of(model: str) -> str:
 
 
 def _has_moved(recorded: str, model: str) -> bool:
-    """Whether the model's directory may have been moved since."""
+    """Whether the model's directory may have been moved since; one checkpoint of a run is no other one."""
+    old, new = Path(recorded).parts, Path(model).parts
+    run = old[: old.index("checkpoints") + 1] if "checkpoints" in old else None
+    if run is not None and new[: len(run)] == run:
+        return False
     return Path(recorded).is_absolute() and not Path(recorded).exists() and Path(model).exists()
 
 

@@ -26,7 +26,8 @@ LEAST_SHARE = 0.001
 COMPUTE = "compute"
 # The median by which simulated steps missed measured ones whose rates were known (bench/bench_truth.py, 15 runs).
 SIMULATED_WITHIN = 0.055
-# What mixtures are uncertain by besides: published runs of four were 6 to 41 % off, most of them faster.
+# What mixtures are uncertain by besides: FlexTrain's runs of OLMoE, Qwen3-30B-A3B and Qwen3.5-35B-A3B on a 5090 (its
+# repository's verified_runs) are planned 24 to 41 % off, most of them too slow.
 MIXTURES_WITHIN = 0.3
 
 SEVERAL = "several GPUs: ids and labels, masks and position tables of the rounds under way lie on every GPU"
@@ -336,7 +337,7 @@ def _break_even(decision: Decision, work: Workload) -> BreakEven:
 
 ALWAYS = (
     "a backward takes two forwards, and the recompute before it one",
-    "matrix products reach the efficiency above whatever the size of a microbatch; those of experts about half of it",
+    "matrix products reach the efficiency above whatever the size of a microbatch; those of experts 38 to 54 %",
     "activations and workspace are counted from the config; a run measures them on the model",
 )
 

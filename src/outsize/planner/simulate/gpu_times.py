@@ -52,7 +52,8 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     recompute = _seconds(work.recompute_flops, tuple(of_recompute), rate, looked_up_s)
     # Kernels made for a layer (linear attention) spare what its reference computes in loops for its gradient.
     most = 2.0 if all(gpu.fused for gpu in machine.gpus) else inf
-    gradient_flops = tuple(map(min, work.gradient_flops, (most * flops for flops in work.forward_flops)))
+    both = zip(work.gradient_flops, work.forward_flops, strict=True)
+    gradient_flops = tuple(min(gradient, most * flops) if flops else gradient for gradient, flops in both)
     gradient = tuple(
         flops * more / rate if down else 2 * looked_up_s
         for down, flops, more in zip(work.forward_flops, gradient_flops, slower, strict=True)
@@ -95,8 +96,9 @@ def _between(machine: Machine, work: Workload, memory: float) -> tuple[float, ..
         return adapted
     others = map(sum, zip(work.attention_flops or nothing, work.routed_flops or nothing, strict=True))
     units = zip(adapted, work.moved_elements, work.forward_flops, others, strict=True)
+    held = 0.0 if any(gpu.efficiency.measured for gpu in machine.gpus) else USUAL_ELEMENTS
     return tuple(
-        adapted_s + 2 * (moved - USUAL_ELEMENTS * max(0.0, flops - other)) / memory
+        adapted_s + 2 * (moved - held * max(0.0, flops - other)) / memory
         for adapted_s, moved, flops, other in units
     )
 
@@ -146,19 +148,15 @@ def _spared(
     """
     if not work.attention_bytes:
         return {}
-    adapted = _adapted_s(machine, work, memory)
-    between = (
-        adapted_s + 2 * (saved_bytes - products_bytes) / memory
-        for adapted_s, saved_bytes, products_bytes in zip(
-            adapted, work.saved_bytes, work.products_bytes, strict=True
-        )
-    )
-    products = (max(0.0, all_s - rest_s) for all_s, rest_s in zip(recompute, between, strict=True))
+    units = zip(_adapted_s(machine, work, memory), work.saved_bytes, work.products_bytes, strict=True)
+    between = [adapted_s + 2 * (saved - products) / memory for adapted_s, saved, products in units]
+    others = [all_s - flops / rate for all_s, flops in zip(recompute, work.attention_flops, strict=True)]
+    # What is left has its operations to ask for as before.
+    without_attention, rest = (_launched(machine, work, left) for left in (others, between))
+    each = zip(recompute, rest, work.products_bytes, strict=True)
     return {
-        Extent.ATTENTION: tuple(flops / rate for flops in work.attention_flops),
-        Extent.PRODUCTS: tuple(
-            s * (products_bytes > 0) for s, products_bytes in zip(products, work.products_bytes, strict=True)
-        ),
+        Extent.ATTENTION: tuple(max(0.0, a - b) for a, b in zip(recompute, without_attention, strict=True)),
+        Extent.PRODUCTS: tuple(max(0.0, all_s - left) * (size > 0) for all_s, left, size in each),
     }
 
 

@@ -135,7 +135,11 @@ def _assigned_by(modules: Iterable[nn.Module]) -> str | None:
     waiting, functions = [*hooks, *(each for kind in kinds for each in _functions_of(kind))], set[Any]()
     while waiting:
         function = inspect.unwrap(waiting.pop())
-        if not inspect.isfunction(function) or function in functions or _LIBRARY.match(function.__module__):
+        if (
+            not inspect.isfunction(function)
+            or function in functions
+            or _LIBRARY.match(function.__module__ or "")
+        ):
             continue
         functions.add(function)
         code, space = function.__code__, function.__globals__

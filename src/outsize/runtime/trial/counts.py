@@ -96,7 +96,7 @@ class Counts:
             gradient_flops=measured.flops.gradient(sequences, seq_len),
             routed_flops=routed if any(routed) else (),
             moved_elements=moved,
-            low_rank_elements=low_rank if any(low_rank) else (),
+            low_rank_elements=low_rank if self._has_adapters else (),
             boundary_bytes=measured.boundary_bytes,
             forward_workspace_bytes=self._by_kind(measured.forward_bytes),
             backward_workspace_bytes=self._by_kind(measured.backward_bytes),
@@ -104,6 +104,10 @@ class Counts:
             held_bytes=measured.held_bytes,
             **_selected(measured),
         )
+
+    @property
+    def _has_adapters(self) -> bool:
+        return any(".lora_" in tensor.name for unit in self.spec.units for tensor in unit.all_tensors)
 
     def _row(self, index: int) -> Row:
         units, one = [self.forms[form] for form in self.form_of], self.passes[index]
