@@ -64,19 +64,19 @@ def unit_times(machine: Machine, dtype: str, work: Workload) -> UnitTimes:
     )
     faster = _faster(machine, work, slower)
     between = zip(_between(machine, work, memory), work.forward_flops, strict=True)
-    for_each = [seconds / flops if flops else 0.0 for seconds, flops in between]  # FLOP of any pass
+    s_per_flop = [seconds / flops if flops else 0.0 for seconds, flops in between]
     flops_of = (work.forward_flops, work.recompute_flops, gradient_flops)
     forward, recompute, gradient = (
         _launched(machine, work, [s * less + flops * more for s, less, flops, more in parts])
         for parts in (
-            zip(seconds, faster, flops, for_each, strict=True)
+            zip(seconds, faster, flops, s_per_flop, strict=True)
             for seconds, flops in zip((forward, recompute, gradient), flops_of, strict=True)
         )
     )
-    more = (seconds * less for seconds, less in zip(again, faster, strict=True))
+    again_s = (seconds * less for seconds, less in zip(again, faster, strict=True))
     return UnitTimes(
         forward_s=forward,
-        backward_s=tuple(map(sum, zip(recompute, gradient, more, strict=True))),
+        backward_s=tuple(map(sum, zip(recompute, gradient, again_s, strict=True))),
         recompute_s=recompute,
         spared_s=_spared(machine, work, recompute, rate, memory),
     )

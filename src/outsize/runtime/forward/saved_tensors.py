@@ -254,11 +254,15 @@ PRODUCTS = operations("mm.default", "addmm.default")
 
 
 def is_kept_product(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation is a product of tokens with weights that takes longer than its result takes to move."""
+    """Return whether an operation is a product of tokens with weights whose result is worth its bytes.
+
+    One that makes many columns of a few, as adapters of rank 256 and less, takes less time than its result, in fp32
+    there, takes to move.
+    """
     if func not in PRODUCTS:
         return is_grouped_product(func)
     inner, outer = args[-1].shape
-    return bool(inner > 256 or inner * 8 > outer)  # else of adapters: a few columns, summed to many
+    return bool(inner > 256 or inner * 8 > outer)
 
 
 class DivergedError(BaseException):
@@ -368,13 +372,11 @@ class Selected:
         result = self._results.pop()
         if any(isinstance(leaf, Shown) and leaf.memory in self._left_out for leaf in result.leaves):
             return func(*args, **kwargs)
-        if (
-            result.drawn is not None and (generator := _generator_of(func, args)) is not None
-        ):  # of this device
+        generator = _generator_of(func, args)  # that of the device where this runs
+        if result.drawn is not None and generator is not None:
             generator.set_state(result.drawn)
-        return torch_private.unflatten(
-            [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves], result.structure
-        )
+        leaves = [leaf.tensor() if isinstance(leaf, Shown) else leaf for leaf in result.leaves]
+        return torch_private.unflatten(leaves, result.structure)
 
 
 def _unneeded(packed: None) -> NoReturn:

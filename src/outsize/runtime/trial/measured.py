@@ -109,9 +109,8 @@ class Flops:
 
     def moved(self, sequences: int, seq_len: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the elements that products of each unit's forward read and return, and those of low rank."""
-        rows = self.units
-        products, low_rank = ([[one[part] for one in row] for row in rows] for part in (-2, -1))
-        return self._at(products, sequences, seq_len), self._at(low_rank, sequences, seq_len)
+        products = self._at([[one.moved for one in row] for row in self.units], sequences, seq_len)
+        return products, self._at([[one.low_rank for one in row] for row in self.units], sequences, seq_len)
 
     def _at(self, rows: Sequence[Sequence[int]], sequences: int, seq_len: int) -> tuple[float, ...]:
         if len(rows) == 1:
