@@ -1,7 +1,10 @@
 """What benches are asked for and cannot answer: said before they work for minutes, and not by a traceback."""
 
 import importlib
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,54 @@ def test_a_bench_for_a_gpu_ends_without_one(
     monkeypatch.setattr(sys, "argv", [name, *GPU_BENCHES[name].split(), *results])
     importlib.import_module(name).main()
     assert capsys.readouterr().out
+
+
+# In the place of Python: notes each call beside what it was told of devices and memory, and hangs where asked to.
+PYTHON = """#!/bin/sh
+exec 3>> "$CALLS"
+printf '%s|%s|%s|%s\\n' "$*" "${CUDA_VISIBLE_DEVICES-all}" "${OUTSIZE_TEST_DEVICE-}" "${PYTORCH_ALLOC_CONF-}" >&3
+case "$*" in *"$HANGS"*) exec sleep 30;; esac
+"""
+
+
+def run_all(
+    directory: Path, *names: str, hangs: str = "nothing", **settings: str
+) -> tuple[list[list[str]], str]:
+    """Return what `run_all.sh` calls, and what it says."""
+    python, calls = directory / "python", directory / "calls"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    told = {
+        "PYTHON": str(python),
+        "CALLS": str(calls),
+        "HANGS": hangs,
+        "INSTALL": "0",
+        "RESULTS": str(directory),
+    }
+    clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    script = [str(BENCH / "gpu" / "run_all.sh"), *names]
+    done = subprocess.run(script, env=clean | told | settings, capture_output=True, text=True, check=False)
+    return [line.split("|") for line in calls.read_text().splitlines()], done.stdout
+
+
+def test_parts_on_a_gpu_come_in_order_and_hide_it_from_the_device_that_is_made_up(tmp_path: Path):
+    calls, said = run_all(tmp_path)
+    words = ("bench_decode.py", "outsize verify", "not slow) tests/gpu", "bench_8b_step.py", "outsize probe")
+    words = (*words, "cuda and slow", "--accelerator=late")
+    texts = [call[0].replace("not slow tests", "not slow) tests") for call in calls]
+    first = [next(index for index, text in enumerate(texts) if word in text) for word in words]
+    assert first == sorted(first)
+    assert "all done in" in said
+    assert [call[1:3] for call in calls if "--accelerator=late" in call[0]] == [["", "late:0"]]
+    assert all("--junitxml" in call[0] for call in calls if "-m pytest" in call[0])
+    # Once as users have it, and once with segments that grow.
+    assert [bool(call[3]) for call in calls if "bench_8b_step" in call[0]] == [False, True]
+
+
+def test_a_part_that_hangs_costs_no_other_its_results(tmp_path: Path):
+    began = time.monotonic()
+    calls, said = run_all(tmp_path, "decode", "probe", hangs="bench_decode.py", ALL_S="2")
+    assert time.monotonic() - began < 20
+    assert "== decode: FAILED" in said
+    assert "== probe: FAILED, no time is left" in said
+    assert not any("outsize probe" in call[0] for call in calls)

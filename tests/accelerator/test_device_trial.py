@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AttentionInterface, LlamaConfig, PreTrainedModel
 
 from accelerator import late
 from devices import IS_MADE_UP
@@ -17,6 +18,8 @@ from outsize.model.walk import Boundaries
 from outsize.runtime.trial.calibrate import calibrate
 from outsize.runtime.trial.measured import KnownRows, Measured
 from outsize.session.job.demand import made_up_inputs
+from outsize.training.run import train
+from support import end_of, in_dir, make_run
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 HEADS, HEAD_DIM, TOKENS = 4, 16, 1024
@@ -72,6 +75,9 @@ def test_memory_that_kernels_take_inside_themselves_is_measured(num_sequences: i
     # All else is what the host's trial says, kernels of attention with random states in their graph or not.
     for name in ("boundary_bytes", "num_saved", "needed", "flops", "effects", "plain_head", "num_products"):
         assert getattr(on_device, name) == getattr(on_cpu, name), name
+    for here, there in zip(on_device.attention[1:4], on_cpu.attention[1:4], strict=True):
+        assert here.flops == there.flops > 0  # in one operation, which can be kept, there too
+        assert here.num_bytes == pytest.approx(there.num_bytes, abs=64)
 
 
 def test_a_trial_leaves_no_trace_on_the_device():
@@ -104,3 +110,34 @@ def test_passes_are_run_once_for_each_size():
     assert measure(LATE, 2, rows=rows) == first
     measure(LATE, 1, rows=rows)
     assert set(rows._noted) - names == {f"late full (1, {TOKENS})"}
+
+
+def test_attention_that_takes_tensors_of_a_device_alone_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As flash-attn's, which many scripts load their models with."""
+    seen: list[str] = []
+    of_torch = AttentionInterface._global_mapping["sdpa"]
+
+    def of_device(module: Any, query: torch.Tensor, *args: Any, **named: Any) -> Any:
+        if query.device.type != "late":
+            raise RuntimeError("FlashAttention only supports CUDA tensors")
+        seen.append(str(query.device))
+        return of_torch(module, query, *args, **named)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", of_device)
+    name = "_check_and_adjust_attn_implementation"
+    monkeypatch.setattr(PreTrainedModel, name, lambda model, asked, *_, **__: asked)
+    runs = []
+    for attention in ("sdpa", "flash_attention_2"):
+        config = make_run(
+            tmp_path, memory={"device": "late:0", "home": "host"}, model={"attention": attention}
+        )
+        runs.append(tmp_path / attention)
+        train(in_dir(config, runs[-1]))
+        assert bool(seen) == (attention != "sdpa")
+    ends = [
+        {name: value for name, value in end_of(run).items() if isinstance(value, torch.Tensor)}
+        for run in runs
+    ]
+    assert ends[0]
+    for name, tensor in ends[0].items():
+        assert torch.equal(tensor, ends[1][name]), name

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from contracts import in_ranks
 from outsize.errors import ConfigError, ModelError
@@ -86,6 +87,21 @@ def test_a_dry_run_predicts_and_leaves_nothing(tmp_path):
     assert found.step_s > 0
     assert plan.layout.commits
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_dry_run_times_the_kernels_of_the_run(deterministic: bool, tmp_path, monkeypatch):
+    """On a GPU attention whose bits repeat has a slower backward."""
+    timed, repeats = rates._times, []
+
+    def times(prepared, pace):
+        repeats.append(torch.are_deterministic_algorithms_enabled())
+        return timed(prepared, pace)
+
+    monkeypatch.setattr(rates, "_times", times)
+    foresee(make_run(tmp_path, train={"deterministic": deterministic}))
+    assert repeats == [deterministic]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_compute_is_slowed_by_what_it_takes_longer_than_its_units_alone(tmp_path, monkeypatch):
