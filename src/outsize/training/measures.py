@@ -65,7 +65,9 @@ def step_flops(prepared: Job) -> float | None:
     config, spec = prepared.config, prepared.split.spec
     if config.data.is_grouped:
         return None
-    forward = sum(prepared.measured.flops.forward(prepared.num_sequences, config.data.seq_len))
+    forward = sum(
+        one.forward for one in prepared.measured.flops.of(prepared.num_sequences, config.data.seq_len)
+    )
     if not forward:
         return None
     return (2 + spec.num_trainable / spec.num_parameters) * forward

@@ -18,12 +18,8 @@ from outsize.errors import ModelError
 from outsize.units import align_up
 
 # What every model has at least one of, where its config says how many.
-_AT_LEAST_ONE = frozenset(
-    {
-        *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-        *("n_embd", "n_layer", "n_head", "d_model"),
-    }
-)
+_AT_LEAST_ONE = frozenset({"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"})
+_AT_LEAST_ONE |= {"n_embd", "n_layer", "n_head", "d_model"}
 _WIDTHS = frozenset(
     {"intermediate_size", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "n_inner"}
 )
@@ -306,8 +302,8 @@ class Workload:
         gradient_flops: of each streamed unit's backward, without what it recomputes.
         experts_forward_bytes: the most that experts of a block allocate in a forward that keeps nothing; 0 for none.
         routed_flops: of its forward, those of tokens with the experts that they visit; empty for none.
-        moved_elements: read and returned by its forward's products, not those of experts; empty where unknown.
-        low_rank_elements: the same of adapters; empty for none.
+        moved_elements: read and returned by its forward's products; empty where unknown. Those of experts and of
+            adapters are ``routed_moved_elements`` and ``low_rank_elements``; empty for none.
         again_flops: that its backward computes again whatever is kept, see `model.tiled`; empty for none.
         attention_bytes: of what each streamed unit's attention returns; empty where it is unknown.
         attention_flops: of that attention.
@@ -329,6 +325,7 @@ class Workload:
     again_flops: tuple[float, ...] = ()
     routed_flops: tuple[float, ...] = ()
     moved_elements: tuple[float, ...] = ()
+    routed_moved_elements: tuple[float, ...] = ()
     low_rank_elements: tuple[float, ...] = ()
     experts_forward_bytes: int = 0
 

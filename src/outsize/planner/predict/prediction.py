@@ -27,8 +27,8 @@ COMPUTE = "compute"
 # The median by which simulated steps missed measured ones whose rates were known (bench/bench_truth.py, 15 runs).
 SIMULATED_WITHIN = 0.055
 # What mixtures are uncertain by besides: FlexTrain's runs of OLMoE, Qwen3-30B-A3B and Qwen3.5-35B-A3B on a 5090 (its
-# repository's verified_runs) are planned 24 to 41 % off, most of them too slow.
-MIXTURES_WITHIN = 0.3
+# repository's verified_runs) are planned up to 23 % too slow, the last, of mostly linear attention, 57 % too fast.
+MIXTURES_WITHIN = 0.25
 
 SEVERAL = "several GPUs: ids and labels, masks and position tables of the rounds under way lie on every GPU"
 PEERS = "several GPUs: stages hand over from GPU to GPU, where that is no slower than by way of host memory"

@@ -14,12 +14,12 @@ from outsize.planner.simulate.discrete import Cost
 from outsize.planner.simulate.pipeline import sums
 from outsize.planner.simulate.simulator import CostModel, Timeline
 
-# Of the rate of dense products, what products of tokens with the experts that they visit reach: many small ones, with
-# tokens gathered and scattered around them. In kernels of their own: OLMoE (arXiv 2409.02060, 4.1.1) trains 1.3B active
-# parameters at 23,600 tokens/s a GPU, dense ones at 37,500; two thirds of its FLOPs are routed. In eager blocks:
-# RoundPipe (arXiv 2604.27085) trains adapters of Qwen3-235B-A22B at half of the bound that dense products set on one
-# GPU, and at 38 % on eight, whose processor asks for the work of all; at 100 % of it dense models.
-ROUTED_FUSED, ROUTED_EAGER, ROUTED_EAGER_ON_SEVERAL = 0.54, 0.5, 0.38
+# Of the rate of dense products, what products of tokens with the experts that they visit reach in eager blocks, with
+# tokens gathered and scattered around them: RoundPipe (arXiv 2604.27085) trains adapters of Qwen3-235B-A22B at half of
+# the bound that dense products set on one GPU, and at 38 % on eight, whose processor asks for the work of all; at 100 %
+# of it dense models. In fused kernels they are dense products but for what their elements take: 501 TFLOP/s forward of
+# 128 experts of 768 on an H100 (github.com/linkedin/Liger-Kernel/pull/1294) is 499 here.
+ROUTED_EAGER, ROUTED_EAGER_ON_SEVERAL = 0.5, 0.38
 # What lies between products, norms and activations, writes the input of each and reads its result, in 2 bytes an
 # element. A share of the peak holds that of the models that it was read off, the middle of which is Qwen2.5-7B:
 # elements for each FLOP.
@@ -94,12 +94,15 @@ def _between(machine: Machine, work: Workload, memory: float) -> tuple[float, ..
     nothing, adapted = (0.0,) * len(work.forward_flops), _adapted_s(machine, work, memory)
     if not work.moved_elements:
         return adapted
-    others = map(sum, zip(work.attention_flops or nothing, work.routed_flops or nothing, strict=True))
-    units = zip(adapted, work.moved_elements, work.forward_flops, others, strict=True)
+    fused = all(gpu.fused for gpu in machine.gpus)
+    experts = zip(work.routed_flops or nothing, work.routed_moved_elements or nothing, strict=True)
+    apart = ((0.0, moved) if fused else (flops, 0.0) for flops, moved in experts)
+    attention = work.attention_flops or nothing
+    units = zip(adapted, work.moved_elements, work.forward_flops, attention, apart, strict=True)
     held = 0.0 if any(gpu.efficiency.measured for gpu in machine.gpus) else USUAL_ELEMENTS
     return tuple(
-        adapted_s + 2 * (moved - held * max(0.0, flops - other)) / memory
-        for adapted_s, moved, flops, other in units
+        adapted_s + 2 * (moved + more - held * max(0.0, flops - attended - routed)) / memory
+        for adapted_s, moved, flops, attended, (routed, more) in units
     )
 
 
@@ -118,10 +121,9 @@ def _seconds(
 
 def _slower(machine: Machine, work: Workload) -> tuple[float, ...]:
     """Return how many times as long each unit takes as all of its FLOPs in dense products would."""
-    if not work.routed_flops:
+    if not work.routed_flops or all(gpu.fused for gpu in machine.gpus):
         return (1.0,) * len(work.forward_flops)
-    eager = ROUTED_EAGER_ON_SEVERAL if len(machine.gpus) > 1 else ROUTED_EAGER
-    lost = 1 / (ROUTED_FUSED if all(gpu.fused for gpu in machine.gpus) else eager) - 1
+    lost = 1 / (ROUTED_EAGER_ON_SEVERAL if len(machine.gpus) > 1 else ROUTED_EAGER) - 1
     return tuple(
         1 + lost * routed / flops if flops else 1.0
         for routed, flops in zip(work.routed_flops, work.forward_flops, strict=True)
@@ -163,8 +165,8 @@ def _spared(
 def with_shared(alone_s: float, shared_s: float) -> float:
     """Return about what a step takes that would take ``alone_s`` if nothing were shared, and ``shared_s`` of what is.
 
-    No less than either, and little more than the longer one where the other is short. Simulated steps of 8B and 14B on
-    two to eight GPUs, whose host memory was in use for a sixth to nine tenths of a step, took 0.78 to 1.10 times that.
+    Simulated steps of 8B and 14B on two to eight GPUs, whose host memory was in use for a sixth to nine tenths of a
+    step, took 0.78 to 1.10 times that.
     """
     return hypot(alone_s, shared_s)
 

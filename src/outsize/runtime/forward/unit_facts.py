@@ -97,12 +97,14 @@ class UnitFlops(NamedTuple):
         gradient: of its backward.
         routed: of its forward, those of tokens with the experts that they visit.
         moved: elements that its forward's products of tokens with weights read and return, those of experts left out.
+        routed_moved: the same of experts.
         low_rank: the same of products that are not worth keeping, as of adapters.
     """
 
-    forward: int = 0
-    needed: int = 0
-    gradient: int = 0
-    routed: int = 0
-    moved: int = 0
-    low_rank: int = 0
+    forward: float = 0
+    needed: float = 0
+    gradient: float = 0
+    routed: float = 0
+    moved: float = 0
+    routed_moved: float = 0
+    low_rank: float = 0

@@ -87,16 +87,17 @@ class Counts:
         rows = [self._row(index) for index in range(len(self.passes))]
         chunked = all(row.plain for row in rows)
         measured = scale(rows, self.lengths, sequences, seq_len, self.chunk_tokens if chunked else None)
-        routed = measured.flops.routed(sequences, seq_len)
-        moved, low_rank = measured.flops.moved(sequences, seq_len)
+        flops = measured.flops.of(sequences, seq_len)
+        routed = any(one.routed for one in flops)
         return Workload(
             tokens=sequences * seq_len,
-            forward_flops=measured.flops.forward(sequences, seq_len),
-            recompute_flops=measured.flops.needed(sequences, seq_len),
-            gradient_flops=measured.flops.gradient(sequences, seq_len),
-            routed_flops=routed if any(routed) else (),
-            moved_elements=moved,
-            low_rank_elements=low_rank if self._has_adapters else (),
+            forward_flops=tuple(one.forward for one in flops),
+            recompute_flops=tuple(one.needed for one in flops),
+            gradient_flops=tuple(one.gradient for one in flops),
+            routed_flops=tuple(one.routed for one in flops if routed),
+            routed_moved_elements=tuple(one.routed_moved for one in flops if routed),
+            moved_elements=tuple(one.moved for one in flops),
+            low_rank_elements=tuple(one.low_rank for one in flops if self._has_adapters),
             boundary_bytes=measured.boundary_bytes,
             forward_workspace_bytes=self._by_kind(measured.forward_bytes),
             backward_workspace_bytes=self._by_kind(measured.backward_bytes),

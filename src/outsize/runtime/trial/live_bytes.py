@@ -124,23 +124,24 @@ class OpTrial:
             needed=sum(needed),
             gradient=self._backward_flops,
             routed=sum(one.flops for one in self._forward if one.routed),
-            moved=sum(one.moved for one in self._forward if one.is_product),
-            low_rank=sum(one.moved for one in self._forward if not one.is_product),
+            moved=sum(one.moved for one in self._forward if one.is_product and not one.routed),
+            routed_moved=sum(one.moved for one in self._forward if one.routed),
+            low_rank=sum(one.moved for one in self._forward if not one.is_product and not one.routed),
         )
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         at, flops = len(self._ops), flops_of(func, args, kwargs, out)
-        is_product, moved = is_kept_product(func, args), 0
-        if func in PRODUCTS:
-            moved = args[-2].numel() + out.numel()
+        is_product, routed, moved = is_kept_product(func, args), _name(func) in _GROUPED, 0
+        if func in PRODUCTS or routed:
+            moved = args[0 if routed else -2].numel() + out.numel()
         if func in ATTENTION or is_product:
             tensors = [leaf for leaf in torch_private.leaves_of(out) if isinstance(leaf, Tensor)]
             memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)  # type: ignore[no-untyped-call]
             size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-            self._forward.append(_Ran(at, flops, _name(func) in _GROUPED, is_product, size, memory, moved))
+            self._forward.append(_Ran(at, flops, routed, is_product, size, memory, moved))
         elif flops:
-            self._forward.append(_Ran(at, flops, _name(func) in _GROUPED, moved=moved))
+            self._forward.append(_Ran(at, flops, routed, moved=moved))
         return out
 
     def _note_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -91,35 +91,17 @@ class Flops:
     lengths: tuple[int, ...] = ()
     units: tuple[tuple[UnitFlops, ...], ...] = ()
 
-    def forward(self, sequences: int, seq_len: int) -> tuple[float, ...]:
-        """Return the FLOPs of each unit's forward for ``sequences`` sequences of ``seq_len`` tokens."""
-        return self._at([[one.forward for one in row] for row in self.units], sequences, seq_len)
-
-    def needed(self, sequences: int, seq_len: int) -> tuple[float, ...]:
-        """Return the same of as much of it as a backward needs."""
-        return self._at([[one.needed for one in row] for row in self.units], sequences, seq_len)
-
-    def gradient(self, sequences: int, seq_len: int) -> tuple[float, ...]:
-        """Return the same of each unit's backward, without what it recomputes."""
-        return self._at([[one.gradient for one in row] for row in self.units], sequences, seq_len)
-
-    def routed(self, sequences: int, seq_len: int) -> tuple[float, ...]:
-        """Return the same of its forward's products of tokens with the experts that they visit."""
-        return self._at([[one.routed for one in row] for row in self.units], sequences, seq_len)
-
-    def moved(self, sequences: int, seq_len: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return the elements that products of each unit's forward read and return, and those of low rank."""
-        products = self._at([[one.moved for one in row] for row in self.units], sequences, seq_len)
-        return products, self._at([[one.low_rank for one in row] for row in self.units], sequences, seq_len)
-
-    def _at(self, rows: Sequence[Sequence[int]], sequences: int, seq_len: int) -> tuple[float, ...]:
-        if len(rows) == 1:
+    def of(self, sequences: int, seq_len: int) -> tuple[UnitFlops, ...]:
+        """Return what each unit computes for ``sequences`` sequences of ``seq_len`` tokens."""
+        if len(self.units) == 1:
             tokens = sequences * seq_len / self.lengths[0]
-            return tuple(flops * tokens for flops in rows[0])
-        return tuple(
-            float(sequences * extrapolate(self.lengths, tuple((flops,) for flops in unit), seq_len))
-            for unit in zip(*rows, strict=True)
-        )
+            return tuple(UnitFlops(*(one * tokens for one in unit)) for unit in self.units[0])
+
+        def at(values: tuple[float, ...]) -> float:
+            points = tuple((int(value),) for value in values)
+            return float(sequences * extrapolate(self.lengths, points, seq_len))
+
+        return tuple(UnitFlops(*map(at, zip(*unit, strict=True))) for unit in zip(*self.units, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

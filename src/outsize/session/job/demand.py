@@ -124,7 +124,7 @@ class RunDemand:
 
 def forward_flops(parts: Split, measured: Measured, rows: int, length: int) -> tuple[float, ...]:
     """Return the operations of units' forwards: as a trial saw them, else two for each parameter and token."""
-    counted = measured.flops.forward(rows, length)
+    counted = tuple(one.forward for one in measured.flops.of(rows, length))
     if any(counted):
         return counted
     sizes = [
@@ -137,7 +137,7 @@ def forward_flops(parts: Split, measured: Measured, rows: int, length: int) -> t
 def recompute_flops(parts: Split, measured: Measured, rows: int, length: int) -> tuple[float, ...]:
     """Return the same of recomputes, of which some end early."""
     forward = forward_flops(parts, measured, rows, length)
-    needed = measured.flops.needed(rows, length) or forward
+    needed = tuple(one.needed for one in measured.flops.of(rows, length)) or forward
     return tuple(needed[u] if u in measured.needed else all_of_it for u, all_of_it in enumerate(forward))
 
 
