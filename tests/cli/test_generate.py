@@ -218,6 +218,7 @@ def test_many_prompts_go_to_a_file_and_a_run_goes_on(model: Path, tmp_path: Path
             ["--prompt", "a", "--max-new-tokens", 4, "--home", "disk", "--device-memory", "10KiB"],
             "do not fit",
         ),
+        (["--prompt", "a", "--max-new-tokens", 4, "--home", "host", "--device-memory", "1KiB"], "do not fit"),
     ],
     ids=lambda value: str(value)[:30],
 )

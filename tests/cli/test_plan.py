@@ -58,7 +58,7 @@ def test_what_matters_first_is_said_in_ten_lines(model_dir, capsys):
     assert "to change first" in text or "nothing that is usually changed gains two percent" in text
 
 
-def test_other_ways_to_train_are_set_beside_it(model_dir, capsys):
+def test_other_ways_to_train_are_set_beside_it(model_dir, tmp_path, capsys):
     arguments = (model_dir, "--gpus", "2x4090", "--seq-len", 128, "--no-advice", "--compare")
     assert run(*arguments) == 0
     text = capsys.readouterr().out
@@ -71,8 +71,15 @@ def test_other_ways_to_train_are_set_beside_it(model_dir, capsys):
     better = fastest["name"] if fastest["tokens_per_s"] >= 1.05 * found["tokens_per_s"] else "outsize"
     assert found["choice"].startswith(f"so: {better}, since ")
     assert found["choice"] in " ".join(text.split())
-    assert run(model_dir, "--gpus", "4090", *arguments[3:], "--nodes", 2, "--net", "25Gb") == 2
-    assert "--compare is of one machine" in capsys.readouterr().err
+    found = answer(capsys, *arguments, "--nodes", 2, "--net", "25Gb")
+    assert [way["name"] for way in found["other_ways"]][:3] == [
+        f"{way} parallel 4" for way in ("data", "pipeline", "tensor")
+    ]
+    each = tmp_path / "each.json"
+    each.write_text(parse_gpus("2x4090").of_each_gpu().to_json())
+    alone = answer(capsys, model_dir, "--machine", each, *arguments[3:], "--nodes", 4, "--net", "12.5Gb")
+    assert found["nodes"] == alone["nodes"] == 4
+    assert found["tokens_per_s"] == alone["tokens_per_s"]
 
 
 def test_json_has_it_all(model_dir, capsys):

@@ -182,12 +182,12 @@ def test_nodes_agree_on_a_norm_that_nothing_is_clipped_to(options, asked, tmp_pa
     assert {"CLIP", "AGREE"} <= names
 
 
-def test_nodes_of_several_gpus_are_refused_with_what_to_ask(asked, capsys):
-    """A process of a run has one GPU."""
+def test_each_gpu_of_several_nodes_has_a_process_with_its_share(asked, capsys):
     model, _, _, *others = asked
-    assert run(model, "--gpus", "4x4090", *others, *NODES) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "ask about nodes of one GPU, --gpus 4090 --nodes 8, each with its share" in said
+    found = answer(capsys, model, "--gpus", "4x4090", *others, *NODES)
+    assert (found["nodes"], found["machine"]) == (8, "a GPU and 1/4 of 4x4090")
+    one = answer(capsys, model, "--gpus", "4x4090", *others)
+    assert found["budget_bytes"]["host"] == pytest.approx(one["budget_bytes"]["host"] / 4, rel=1e-3)
 
 
 def test_adafactor_takes_four_bytes_and_room_for_the_largest_unit(asked, capsys):

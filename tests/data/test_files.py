@@ -162,6 +162,23 @@ def test_a_pointer_of_git_lfs_is_not_read_as_the_file(tmp_path, name):
             find_sources(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "what"),
+    [
+        ("a.pdf", b"%PDF-1.4 ", "a PDF"),
+        ("a.rtf", rb"{\rtf1 ", "RTF"),
+        ("a.xlsx", b"PK\x03\x04", "a zip archive"),
+    ],
+)
+def test_documents_of_other_programs_are_no_text(name: str, first: bytes, what: str, tmp_path: Path):
+    """All of their bytes may be ASCII, and they would be trained on."""
+    (tmp_path / name).write_bytes(first + b"words " * 500)
+    with pytest.raises(DataError, match=f"{name} is {what}.*no text; write its text into"):
+        find_sources(tmp_path / name)
+    with pytest.raises(DataError, match="no text"):
+        find_sources(tmp_path, "*")
+
+
 def test_links_to_files_are_followed_and_links_to_directories_are_told(tmp_path):
     for name in ("real/b.jsonl", "blob", "in/deep/c.jsonl"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

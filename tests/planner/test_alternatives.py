@@ -65,7 +65,21 @@ def test_what_comes_when_it_is_missed_is_slower_than_what_computes_alone():
     assert 0 < managed_tokens_per_s(question) < alone
 
 
-def test_several_nodes_are_not_compared():
-    question = ask("4090")
-    with pytest.raises(ValueError, match="one machine"):
-        alternatives(replace(question, net_bytes_per_s=Figure(value=1e9, source="a net")).deciding(nodes=2))
+def test_what_crosses_nodes_is_summed_inside_each_before_and_products_are_shared_inside():
+    slow = Figure(value=1e8, source="a net")
+    question = ask("4xa100", budgets=Budgets(device=2**40))
+    nodes = replace(question, net_bytes_per_s=slow).deciding(nodes=2)
+    found, gradients = named(nodes), 2 * question.model.num_trainable
+    assert "data parallel 8" in found
+    # Each of two nodes sends what it has summed inside: 2 (n - 1) / n of the gradients, whatever the number of GPUs.
+    data = found["data parallel 8"]
+    assert data.waits_for == "gradients of the other replicas"
+    assert data.waits_s == pytest.approx(gradients / slow.value, rel=0.1)
+    assert found["tensor parallel 8"].waits_s > 2 * named(question)["tensor parallel 4"].waits_s
+    # The best hybrid sums activations inside nodes alone, or not at all: so it waits for the network for less.
+    hybrid = next(way for name, way in found.items() if " x " in name)
+    assert hybrid.tokens_per_s > max(found[f"{way} parallel 8"].tokens_per_s for way in ("tensor", "data"))
+    assert "tensor parallel 8" not in hybrid.name
+    offloaded = found["ZeRO-3 or FSDP, state in host memory"]
+    assert offloaded.host_bytes == 8 * question.model.num_trainable
+    assert offloaded.waits_s > 2 * question.model.num_trainable / slow.value

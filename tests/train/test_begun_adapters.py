@@ -422,6 +422,51 @@ def test_a_template_that_lies_alone_beside_adapters_is_the_one_of_the_run(
     assert train(config.model_copy(update={"train": more})).steps == 2
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_over_a_run_goes_on_with_what_it_began_with(method: str, begun: Path, tmp_path: Path):
+    """Though that run has a better checkpoint by now."""
+
+    def run(name: str, model: Path, steps: int, **trains: Any) -> list[str]:
+        made = run_of(begun, lora=LORA if method == "lora" else {}, steps=steps, method=method, **trains)
+        tree = made.model_dump(exclude_unset=True, by_alias=True)
+        tree["train"]["run_dir"], tree["model"]["path"] = str(tmp_path / name), str(model)
+        lines: list[str] = []
+        outsize.train(tree, announce=lines.append)
+        return lines
+
+    base, first = begun / "model", tmp_path / "first"
+    run("first", base, 1)
+    run("second", first, 1)
+    run("named", latest(first) or base, 2)
+    run("first", base, 2, resume="auto")
+    assert any(
+        "goes on, as it began, with its weights in" in line for line in run("second", first, 2, resume="auto")
+    )
+    name = "adapter_model.safetensors" if method == "lora" else "model-*.safetensors"
+    files = [sorted((latest(tmp_path / each) or base).glob(name)) for each in ("second", "named")]
+    assert files[0]
+    for one, other in zip(*files, strict=True):
+        tensors = load_file(other)
+        assert all(torch.equal(tensor, tensors[key]) for key, tensor in load_file(one).items())
+
+
+def test_adapters_of_the_hub_are_a_model_too(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache = tmp_path / "cache" / "models--some--adapters"
+    shutil.copytree(begun / "adapters", cache / "snapshots" / ("0" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = run_of(begun)
+    tree = config.model_dump(exclude={"lora", "train"}) | {"model": {"path": "some/adapters"}}
+    found = outsize.functions.config_of(tree)
+    assert (found.train.method, found.lora.begins_with) == ("lora", "some/adapters")
+    assert Path(found.model.path).resolve() == (begun / "model").resolve()
+    absent = {**tree, "model": {"path": "some/absent"}}
+    with pytest.raises(OutsizeError, match="no directory some/absent"):
+        outsize.plan(absent)
+
+
 def test_adapters_name_their_model_from_wherever_they_are_loaded(
     begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -22,7 +22,7 @@ from outsize.checkpoint.files.checkpoint_files import (
 from outsize.checkpoint.files.checkpoint_format import FileSum, TensorWriter, bytes_of, sum_the_rest
 from outsize.checkpoint.files.checkpoint_map import Chunk, pieces
 from outsize.checkpoint.trainer_checkpoint import is_trainers
-from outsize.config import Config, parse_config
+from outsize.config import Config, load_config, parse_config
 from outsize.config.messages import as_config_error
 from outsize.config.train_section import OWN_KEYS, LoraConfig
 from outsize.errors import ConfigError
@@ -109,10 +109,12 @@ def with_saved_model(config: Config, announce: Callable[[str], None] = lambda _:
     """
     path, teacher = servable(config.model.path), config.train.teacher and servable(config.train.teacher)
     if path != config.model.path:
-        announce(f"note: {config.model.path} is a run, and this one begins with its weights in {path}")
+        path, goes_on = _begun_with(config, path)
+        verb = "goes on, as it began," if goes_on else "begins"
+        announce(f"note: {config.model.path} is a run, and this one {verb} with its weights in {path}")
     tree = config.model_dump(exclude_unset=True, by_alias=True)
-    directory = Path(os.path.expanduser(path))
-    stored = None if (directory / "config.json").is_file() or not directory.is_dir() else find_adapters(path)
+    is_model = (Path(os.path.expanduser(path)) / "config.json").is_file()
+    stored = None if is_model else find_adapters(path)
     if stored is not None and tree.setdefault("train", {}).setdefault("method", "lora") == "lora":
         if tree.get("lora", {}).get("from") not in (None, path):
             raise ConfigError(
@@ -128,6 +130,26 @@ def with_saved_model(config: Config, announce: Callable[[str], None] = lambda _:
     if teacher is not None:
         tree["train"]["teacher"] = teacher
     return parse_config(tree)
+
+
+def _begun_with(config: Config, path: str) -> tuple[str, bool]:
+    """Return ``path``, a checkpoint, or another of its run that the run began with which ``config`` goes on with.
+
+    Returns:
+        The checkpoint, and whether the run has said so that goes on.
+    """
+    resume = {"none": None, "auto": config.train.run_dir}.get(config.train.resume, config.train.resume)
+    run = Path(os.path.expanduser(resume or "."))
+    places = (run, *run.parents[:2]) if resume else ()  # of a checkpoint in it, its own is two above
+    for place in (each / "config.yaml" for each in places):
+        try:
+            before = load_config(place, environ={}) if place.is_file() else config
+        except ConfigError:
+            continue  # a broken one counts as none, and is told where the run goes on
+        for begun in (before.model.path, before.lora.begins_with or ""):
+            if Path(begun).is_dir() and Path(begun).resolve().parent == Path(path).resolve().parent:
+                return begun, True
+    return path, False
 
 
 # What PEFT notes of adapters that says nothing of what they compute.

@@ -254,8 +254,8 @@ def _summary(figures: "Figures") -> str:
         )
     elif not figures.num_streamed:
         lines.append(
-            "weights were used where they rest, in host memory, and nothing moved: --device-memory bounds what is held "
-            "beside them; --home disk streams them"
+            "weights were used where they rest, in host memory, and nothing moved, so --device-memory bounded nothing; "
+            "--home disk streams them"
         )
     if (experts := figures.experts) is not None:
         lines.append(

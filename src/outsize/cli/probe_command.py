@@ -87,11 +87,7 @@ def probe(options: ProbeOptions, output: Output) -> None:
 
 
 def _check(options: ProbeOptions) -> None:
-    """Refuse what would fail only once everything was measured.
-
-    Raises:
-        ConfigError: a file or directory is not there.
-    """
+    """Refuse what would fail only once everything was measured."""
     output_file, tokenizer, tensors = options.output_file, options.tokenizer, options.tensors
     if output_file is not None and not output_file.absolute().parent.is_dir():
         raise ConfigError(f"--output {output_file}: there is no such directory; create it first")

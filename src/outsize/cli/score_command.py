@@ -134,11 +134,7 @@ def _sequences(
 
 
 def _texts(options: ScoreOptions, writer: TextWriter) -> "list[ScoredText | None]":
-    """Return what is to be scored, and None for a record that has no token to score; says which these are.
-
-    Raises:
-        DataError: there is no such text, or one is longer than the model takes.
-    """
+    """Return what is to be scored, and None for a record that has no token to score; says which these are."""
     texts: list[ScoredText | None] = []
     empty = []
     most, counts = writer.num_positions, options.want in ("logprobs", "logits")
@@ -196,11 +192,7 @@ def _records(options: ScoreOptions, writer: TextWriter) -> "Iterator[tuple[Score
 
 
 def _tell_size(options: ScoreOptions, writer: TextWriter, texts: "Iterable[ScoredText | None]") -> str:
-    """Return how much will be written.
-
-    Raises:
-        StorageError: the disk has less.
-    """
+    """Return how much will be written."""
     num_tokens = 0
     for text in texts:
         if text is not None:

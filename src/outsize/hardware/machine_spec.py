@@ -7,7 +7,7 @@ or parameters per second; a link's rates are per direction.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from outsize.errors import ConfigError
 
@@ -227,9 +227,35 @@ class Machine(_Described):
             peers += tuple(replace(peers[-1], source=a, target=b) for a, b in pairs)
         return replace(self, gpus=gpus, links=(*self.links, *[self.links[-1]] * count), peers=peers)
 
+    def of_each_gpu(self) -> "Machine":
+        """Return what a process has that has one of the GPUs, all alike, and its share of everything else."""
+        count, link, disk = len(self.gpus), self.links[0], self.disk
+        behind = sum(each.switch == link.switch for each in self.links)
+        memory, cores = self.host.memory_bytes // count, max(1, self.host.cores // count)
+        return Machine(
+            name=f"a GPU and 1/{count} of {self.name}",
+            gpus=self.gpus[:1],
+            links=(link,),
+            host=replace(_share(self.host, count), memory_bytes=memory, cores=cores),
+            disk=disk and replace(_share(disk, count), capacity_bytes=disk.capacity_bytes // count),
+            uplinks={name: _part(rate, behind) for name, rate in self.uplinks.items() if name == link.switch},
+        )
+
     def to_json(self) -> str:
         """Return the machine as JSON that `from_json` reads back without loss."""
         return json.dumps(asdict(self), indent=1)
+
+
+def _part(figure: Figure, count: int) -> Figure:
+    return replace(figure, value=figure.value / count, source=f"{figure.source}; shared by {count}")
+
+
+def _share(part: Any, count: int) -> Any:
+    """Return what has one of ``count`` equal parts of each rate."""
+    rates = {name: getattr(part, name) for name in type(part).__annotations__}
+    return replace(
+        part, **{name: _part(rate, count) for name, rate in rates.items() if isinstance(rate, Figure)}
+    )
 
 
 def from_json(text: str) -> Machine:

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 
 from outsize.checkpoint.files.checkpoint_files import read_generation_config
 from outsize.compat import torch_private
+from outsize.inference.experts import find_experts, without
 from outsize.inference.inference_session import InferenceSession, InferenceStatistics
 from outsize.inference.kv_cache import Growth, ordinary
 from outsize.inference.source import Source
 from outsize.inference.waves import GenerationWave, forward_together
 from outsize.model.walk import Walk
+from outsize.planner.search.forward_plan import plan_scan
 from outsize.runtime.device.device import Device
 from outsize.runtime.forward.unit_state import FlightState, LeftState
 from outsize.runtime.ops.link_codecs import decoding_bytes
@@ -93,6 +95,12 @@ class Inferring(Planned):
                 self.settle()
                 if not self._rests_where_it_computes():
                     stack.enter_context(self._open_scan(model).active(growth))
+                elif self._memory.device_memory:  # which bounds nothing here, and elsewhere would hold a unit
+                    units = without(self.split, find_experts(self.split)).spec.units
+                    blocks = [
+                        unit.weight_bytes(self.split.spec.dtype) for unit in units if unit.kind == "block"
+                    ]
+                    plan_scan(blocks, self.session.machine.device_bytes, prefetch=0)
             self._depth += 1
             try:
                 yield

@@ -2,10 +2,9 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.cli.plan.plan_options import PlanFlags, check_question
@@ -28,6 +27,7 @@ def plan(options: PlanFlags, output: Output) -> None:
     from outsize.cli.plan.plan_compare import largest_models
     from outsize.cli.plan.plan_model import with_run
     from outsize.cli.plan.plan_question import ask_what_fits
+    from outsize.planner.predict.alternatives import alternatives
 
     check_question(options)
     options = with_run(options)
@@ -35,11 +35,11 @@ def plan(options: PlanFlags, output: Output) -> None:
         _generated(options, output)
         return
     request = ask_what_fits(options)
-    others = plan_compare.other_ways(request) if options.compare else ()
+    others = alternatives(request.machines) if options.compare else ()
     prediction, outcomes, helps = _answer(request, options.what_if or [], options.advice, output)
     with _uncollected():
         scaled = largest_models(request) if options.largest else ()
-    _write(_files(request, prediction, options))
+    _write(request, prediction, options)
     if output.as_json:
         compared = plan_compare.to_dict(request, prediction, others) if others else {}
         output.emit({**plan_table.to_dict(request, prediction, outcomes, helps, scaled), **compared})
@@ -53,12 +53,7 @@ def plan(options: PlanFlags, output: Output) -> None:
 def _answer(
     request: "Asked", changes: list[str], advice: bool, output: Output
 ) -> "tuple[Prediction, list[Outcome], list[Outcome]]":
-    """Return the prediction, what the changes that were asked about would bring, and what the usual ones would.
-
-    Raises:
-        ConfigError: something that is no change.
-        InfeasiblePlanError: nothing fits; what the changes would bring has been said.
-    """
+    """Return the prediction, what the changes that were asked about would bring, and what the usual ones would."""
     from outsize.cli.plan import plan_table
     from outsize.cli.plan.plan_question import in_options
     from outsize.errors import InfeasiblePlanError
@@ -118,18 +113,12 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _files(request: "Asked", prediction: "Prediction", options: PlanFlags) -> dict[Path, str]:
+def _write(request: "Asked", prediction: "Prediction", options: PlanFlags) -> None:
+    """Write the files that options name."""
     from outsize.cli.plan.plan_question import train_yaml
     from outsize.reporting.html_page import to_chrome
 
-    texts = {}
     if options.timeline is not None:
-        texts[options.timeline] = to_chrome(prediction.timeline)
+        write_output(options.timeline, to_chrome(prediction.timeline))
     if options.output_file is not None:
-        texts[options.output_file] = train_yaml(request, prediction)
-    return texts
-
-
-def _write(texts: Mapping[Path, str]) -> None:
-    for path, text in texts.items():
-        write_output(path, text)
+        write_output(options.output_file, train_yaml(request, prediction))

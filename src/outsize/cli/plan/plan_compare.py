@@ -2,20 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from outsize.cli.plan.plan_question import Asked
-from outsize.cli.text.console import table_width
-from outsize.errors import ConfigError
+from outsize.cli.text.console import as_text
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.planner.predict.alternatives import (
     ACTIVATION_SUMS,
     Alternative,
-    alternatives,
     managed_tokens_per_s,
 )
 from outsize.planner.predict.fits import fits_at_all
@@ -28,33 +24,25 @@ MUCH = 0.1
 CLEAR = 0.05
 
 
-def other_ways(request: Asked) -> tuple[Alternative, ...]:
-    """Return other ways to train what was asked about.
-
-    Raises:
-        ConfigError: several nodes were asked about.
-    """
-    if request.question.nodes > 1:
-        raise ConfigError("--compare is of one machine; leave --nodes out")
-    return alternatives(request.question)
-
-
 def to_dict(request: Asked, prediction: Prediction, alternatives: Sequence[Alternative]) -> dict[str, Any]:
     """Return the comparison in what JSON knows."""
     return {
         "choice": choice(prediction, alternatives),
         "other_ways": [asdict(way) for way in alternatives],
-        "managed_memory_tokens_per_s": managed_tokens_per_s(request.question),
+        "managed_memory_tokens_per_s": managed_tokens_per_s(request.machines),
         "warnings": warnings(request, alternatives),
     }
 
 
 def render(request: Asked, prediction: Prediction, alternatives: Sequence[Alternative]) -> str:
     """Return the comparison for people."""
-    table = Table(title="other ways on this machine, at most", title_justify="left", box=None, pad_edge=False)
+    count = request.machines.nodes
+    here = "this machine" if count == 1 else f"these {count} machines"
+    table = Table(title=f"other ways on {here}, at most", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "each GPU", "host", "tokens/s", "of ours", ""):
         table.add_column(heading, justify="left" if not heading else "right", overflow="fold")
     device, host = (prediction.total_bytes(tier) for tier in ("device", "host"))
+    host *= request.question.nodes // count
     table.add_row(
         "outsize, predicted",
         format_bytes(device),
@@ -68,13 +56,7 @@ def render(request: Asked, prediction: Prediction, alternatives: Sequence[Altern
         ratio = f"{way.tokens_per_s / prediction.tokens_per_s:.2f}" if way.fits else "-"
         where = format_bytes(way.host_bytes) if way.host_bytes else ""
         table.add_row(way.name, format_bytes(way.device_bytes), where, speed, ratio, _remark(way))
-    text = StringIO()
-    console = Console(file=text, width=table_width(), highlight=False, markup=False)
-    console.print(table)
-    for line in warnings(request, alternatives):
-        console.print(line)
-    console.print(choice(prediction, alternatives))
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return as_text(table, *warnings(request, alternatives), choice(prediction, alternatives))
 
 
 def choice(prediction: Prediction, alternatives: Sequence[Alternative]) -> str:
@@ -83,11 +65,12 @@ def choice(prediction: Prediction, alternatives: Sequence[Alternative]) -> str:
     if not fitting:
         return "so: outsize, since no other way fits"
     best = max(fitting, key=lambda way: way.tokens_per_s)
-    gain = best.tokens_per_s / prediction.tokens_per_s - 1
+    times = best.tokens_per_s / prediction.tokens_per_s
+    gain = times - 1
     if gain < CLEAR:
         most = f"gains {gain:.0%} at most" if gain > 0 else f"is {-gain:.0%} slower even at its bound"
         return f"so: outsize, since {best.name}, the fastest of those that fit, {most}"
-    return f"so: {best.name}, since it fits and gains up to {gain:+.0%}: a bound of its, beside a prediction of ours"
+    return f"so: {best.name}, since it fits and is up to {times:.2f} times as fast: its bound, beside our prediction"
 
 
 def _remark(way: Alternative) -> str:
@@ -104,17 +87,18 @@ def _waits(way: Alternative) -> float:
 
 def warnings(request: Asked, alternatives: Sequence[Alternative]) -> list[str]:
     """Return what to say of ways that PCIe does not suit."""
-    question = request.question
     sums = [_waits(way) for way in alternatives if way.waits_for == ACTIVATION_SUMS]
     lines = []
     if sums and max(sums) >= MUCH:
         lines.append(
             f"warning: tensor parallelism sums activations in every block while nothing computes: at least "
-            f"{max(sums):.0%} of a step on these links; it is made for GPUs with a wire of their own (NVLink)"
+            f"{max(sums):.0%} of a step on these links; it is made for GPUs of one machine with a wire of their own "
+            "(NVLink)"
         )
     lines.append(
         "note: managed (unified) memory loads a page when a kernel faults on it, so nothing is loaded ahead: "
-        f"at most {managed_tokens_per_s(question):,.0f} tokens/s here, if faults were free; PyTorch does not offer it"
+        f"at most {managed_tokens_per_s(request.machines):,.0f} tokens/s here, if faults were free; PyTorch does not "
+        "offer it"
     )
     return lines
 

@@ -66,11 +66,7 @@ def count_data(path: Path, model_path: Path, data: DataConfig | None = None) -> 
 
 
 def _num_tokens(path: Path) -> int:
-    """Return how many tokens a file of them holds.
-
-    Raises:
-        DataError: it holds none, or does not say.
-    """
+    """Return how many tokens a file of them holds."""
     import numpy as np
 
     if path.suffix != ".npy":

@@ -2,18 +2,15 @@
 
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, cast, overload
-
-from rich.console import Console
 
 from outsize.choices import Home
 from outsize.cli.plan.plan_model import AskedModel, with_run
 from outsize.cli.plan.plan_options import PlanFlags, check_kinds, check_question
 from outsize.cli.plan.plan_question import Asked, ask, ask_what_fits, asked_model
 from outsize.cli.plan.plan_table import headline
-from outsize.cli.text.console import table_width
+from outsize.cli.text.console import as_text
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ITEMSIZE
@@ -121,11 +118,7 @@ def ask_of_texts(options: PlanFlags) -> tuple[Asked, Texts]:
 
 
 def _texts(options: PlanFlags, model: AskedModel, prompt_tokens: int) -> Texts:
-    """Return the texts that options ask about.
-
-    Raises:
-        ConfigError: there are none, or the model has no positions for them.
-    """
+    """Return the texts that options ask about."""
     count, new_tokens, limit = options.batch_size, options.max_new_tokens, model.positions
     if count < 1 or new_tokens < 1:
         raise ConfigError("--batch-size and --max-new-tokens: at least one text of one new token is written")
@@ -168,7 +161,7 @@ def render(request: Asked, result: Generation) -> str:
                 f"weights{room}"
             )
     speed = f"{result.tokens_per_s:,.0f}" if result.tokens_per_s >= 10 else f"{result.tokens_per_s:.2f}"
-    lines = (
+    return as_text(
         headline(request, f"text behind prompts of {request.question.seq_len:,} tokens"),
         f"weights of {format_bytes(result.weight_bytes)} rest {where}; {result.kept_units} of {result.units} units"
         f"{experts} stay on the GPU, with {format_bytes(result.device_bytes)} of "
@@ -180,8 +173,3 @@ def render(request: Asked, result: Generation) -> str:
         *(f"note: {note}" for note in request.figures.notes),
         *(f"assumed: {assumption}" for assumption in result.assumptions),
     )
-    text = StringIO()
-    console = Console(file=text, width=table_width(), highlight=False, markup=False)
-    for line in lines:
-        console.print(line)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -78,11 +78,7 @@ def machine_from(options: PlanFlags) -> Machine:
 
 
 def _in_words(path: Path, options: PlanFlags) -> Machine:
-    """Return the machine of a YAML file with options of the command, and switches that GPUs are behind.
-
-    Raises:
-        ConfigError: it cannot be read, or says what no machine has.
-    """
+    """Return the machine of a YAML file with options of the command, and switches that GPUs are behind."""
     try:
         fields = yaml.safe_load(files.read_text(path)) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -256,24 +252,6 @@ def _rate(option: str, text: str) -> float:
     return float(match[1]) * _FACTORS[match[2]]
 
 
-def check_nodes(options: PlanFlags, num_gpus: int) -> None:
-    """Refuse what several nodes of so many GPUs cannot do together.
-
-    Raises:
-        ConfigError: each has several GPUs, or each unit is clipped by itself.
-    """
-    if options.nodes > 1 and num_gpus > 1:
-        one = "" if options.gpus is None else f" --gpus {split_count(options.gpus)[1]}"
-        raise ConfigError(
-            f"--nodes {options.nodes}: each process of such a run has one GPU, and this machine has {num_gpus}: ask "
-            f"about nodes of one GPU,{one} --nodes {options.nodes * num_gpus}, each with its share of its machine's "
-            "--ram, --cpu-cores, --net and, with the state on disk, --disk, --disk-read and --disk-write "
-            "(docs/nodes.md); or about one machine, without --nodes"
-        )
-    if options.nodes > 1 and options.clip == "unit":
-        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
-
-
 def share_of(sequences: int, nodes: int) -> int:
     """Return how many of the sequences of a step each node trains.
 
@@ -307,13 +285,15 @@ def net_of(options: PlanFlags) -> Figure | None:
     It is bits per second where it ends in ``b``, bytes where in ``B``, or what a file of ``outsize all-reduce`` says.
 
     Raises:
-        ConfigError: a network for one node, none for several, or no rate.
+        ConfigError: a network for one node, none for several, no rate, or units clipped by themselves.
     """
     text = options.net
     if options.nodes == 1:
         if text is not None:
             raise ConfigError("--net has no effect with one node; say how many with --nodes")
         return None
+    if options.clip == "unit":
+        raise ConfigError("--clip unit: several nodes clip by the norm of all gradients; use global, or none")
     if text is None:
         raise ConfigError(
             "--nodes needs the rate of the network: --net 25Gb, or a file of outsize all-reduce"

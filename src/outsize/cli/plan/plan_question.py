@@ -9,7 +9,7 @@ from typing import Any, get_args
 from outsize.accelerators import kind_of
 from outsize.choices import BlockKernels, Home
 from outsize.cli.plan.plan_data import count_data
-from outsize.cli.plan.plan_machine import check_nodes, machine_from, net_of, share_of, size_of, wire_of
+from outsize.cli.plan.plan_machine import machine_from, net_of, share_of, size_of, wire_of
 from outsize.cli.plan.plan_model import (
     SETTINGS,
     AskedModel,
@@ -28,6 +28,7 @@ from outsize.hardware.machine_spec import (
     DISK_SHARE,
     HOST_SHARE,
     STREAM_BYTES,
+    Figure,
     Machine,
 )
 from outsize.model.sizes.model_spec import ModelSpec
@@ -50,6 +51,7 @@ class Asked:
     Attributes:
         name: the model, as the user wrote it.
         question: for the planner.
+        machines: the same about whole nodes, where each process has one GPU of several.
         config: of the run that is asked about; its microbatches are those given, or one.
         tokens: to train on; None where the user named none.
         note: what their number rests on, for people; empty of one that the user named.
@@ -60,6 +62,7 @@ class Asked:
 
     name: str
     question: Question
+    machines: Question
     config: Config
     tokens: float | None
     note: str
@@ -90,7 +93,7 @@ def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
     homes: tuple[Home, ...] = (home,) if summed or home != "auto" else ("host", "auto")
     share = request.question.tokens_per_step // DEFAULT_SEQUENCES
     sizes = [DEFAULT_SEQUENCES * share]
-    while sizes[-1] >= 2 * FEWEST_SEQUENCES * share:
+    while sizes[-1] >= 2 * FEWEST_SEQUENCES * share and sizes[-1] // 2 // share % request.question.nodes == 0:
         sizes.append(sizes[-1] // 2)
     for fitting, tokens in product(homes, sizes):
         request = ask(replace(options, tokens_per_step=tokens), model, request.figures)
@@ -140,16 +143,18 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
         ConfigError: an option is wrong, or two do not go together.
         ModelError: no model there, or none that can be counted.
     """
-    machine = machine_from(options)
-    check_nodes(options, len(machine.gpus))
+    machines = machine_from(options)
+    in_each = 1 if options.nodes == 1 else len(machines.gpus)  # processes of nodes have one GPU
+    machine, num_ranks = machines if in_each == 1 else machines.of_each_gpu(), options.nodes * in_each
     model = model or asked_model(options)
     model, seq_len = model.with_samples(options)
     config = _config(options, model, seq_len, adapted_modules(options.lora_modules))
     figures = figures or model.figures(config)
     spec = figures.spec
-    share_of(config.sequences_per_step, options.nodes)
+    share_of(config.sequences_per_step, num_ranks)
     tokens, note = _tokens(options, model.path, None if model.run is None else config.data)
     own_processor = not all(gpu.is_host for gpu in machine.gpus)
+    net = net_of(options)
     question = question_for(
         config,
         spec,
@@ -160,26 +165,39 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
             config,
             spec,
             num_workers=len(machine.gpus),
-            num_ranks=options.nodes,
+            num_ranks=num_ranks,
             can_part=figures.in_mlp_parts is not None,
             wire=wire_of(options),
         ),
         own_processor=own_processor,
         workload_of=figures.workload_of,
         in_mlp_parts=figures.in_mlp_parts,
-        net_bytes_per_s=net_of(options),
+        net_bytes_per_s=net and replace(net, value=net.value / in_each),
         fixed_bytes=CUBLAS_BYTES * own_processor,
         stream_bytes=STREAM_BYTES * own_processor,
     )
     return Asked(
         name=options.model,
         question=question,
+        machines=question if in_each == 1 else _of_machines(question, machines, net),
         config=config,
         tokens=tokens,
         note=note,
         method=_method(config, spec),
         model=model,
         figures=figures,
+    )
+
+
+def _of_machines(question: Question, machine: Machine, net: Figure | None) -> Question:
+    """Return ``question``, of processes with a GPU each, about the machines that they share."""
+    count, budgets = len(machine.gpus), question.budgets
+    return replace(
+        question.deciding(nodes=question.nodes // count),
+        machine=machine,
+        budgets=replace(budgets, host=budgets.host and budgets.host * count),
+        sequences=question.sequences * count,
+        net_bytes_per_s=net,
     )
 
 
@@ -253,11 +271,7 @@ def _budget(option: str, text: str | None) -> int | None:
 
 
 def _budgets(machine: Machine, config: Config) -> Budgets:
-    """Return the budgets: what the user names, or the shares that a run would take of the machine.
-
-    Raises:
-        ConfigError: a budget is more than the machine has.
-    """
+    """Return the budgets: what the user names, or the shares that a run would take of the machine."""
     memory, disk = config.memory, machine.disk
     smallest = min(gpu.memory_bytes for gpu in machine.gpus)
     for option, budget, present, instead in (
@@ -281,12 +295,7 @@ def _whole_mib(num_bytes: float) -> int:
 
 
 def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> tuple[float | None, str]:
-    """Return the tokens to train on, named or those of the data, and what their number rests on.
-
-    Raises:
-        ConfigError: both are named, or data that are not there.
-        DataError: data that cannot be read.
-    """
+    """Return the tokens to train on, named or those of the data, and what their number rests on."""
     text, data = options.tokens, Path(options.data or "")
     if options.epochs is not None and text is not None:
         raise ConfigError("--epochs says how often --data is trained on, --tokens how much: leave one out")

@@ -2,31 +2,26 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from outsize.cli.plan.plan_compare import Scaled
 from outsize.cli.plan.plan_question import Asked, in_options
-from outsize.cli.text.console import table_width
+from outsize.cli.text.console import as_text
 from outsize.hardware.cards import COMPILED, LIGER, NVME
 from outsize.hardware.topology import slower_than_fp32
 from outsize.planner.predict.prediction import ALWAYS, Prediction, UsedFigure, figures_used
 from outsize.planner.predict.what_if import LEAST_GAIN, Outcome, host_refusal
 from outsize.units import format_bytes, format_count, format_rate, format_seconds
 
+Outcomes = Sequence[Outcome]
 # How often vendors warrant that a consumer's SSD can be written whole: 600 TB of each TB.
 SSD_WRITES = 600
 
 
 def to_dict(
-    request: Asked,
-    prediction: Prediction,
-    outcomes: Sequence[Outcome],
-    helps: Sequence[Outcome],
-    scaled: Sequence[Scaled] = (),
+    request: Asked, prediction: Prediction, outcomes: Outcomes, helps: Outcomes, scaled: Sequence[Scaled] = ()
 ) -> dict[str, Any]:
     """Return everything that is known, in what JSON knows."""
     question = request.question
@@ -57,11 +52,7 @@ def to_dict(
 
 
 def render_short(
-    request: Asked,
-    prediction: Prediction,
-    outcomes: Sequence[Outcome],
-    helps: Sequence[Outcome],
-    scaled: Sequence[Scaled] = (),
+    request: Asked, prediction: Prediction, outcomes: Outcomes, helps: Outcomes, scaled: Sequence[Scaled] = ()
 ) -> str:
     """Return what somebody wants to know first, in some ten lines, and what was asked for besides."""
     question = request.question
@@ -82,7 +73,7 @@ def render_short(
     if prediction.tokens is not None and prediction.eta_s is not None:
         lines.append(
             f"{format_count(prediction.tokens)} tokens take {format_seconds(prediction.eta_s)} in "
-            f"{prediction.steps:,} steps{_by(request)}"
+            f"{prediction.steps:,} steps{f' ({request.note})' if request.note else ''}"
         )
         lines += _wear(request, prediction)
     why = _why_on_disk(request, prediction)
@@ -91,25 +82,13 @@ def render_short(
     lines += _disk_assumed(request, prediction)
     lines += _change_first(helps)
     lines += [f"note: {note}" for note in (*_notes(request), *_small_rounds(prediction))]
-    text = StringIO()
-    console = Console(file=text, width=table_width(), highlight=False, markup=False)
-    for line in lines:
-        console.print(line)
-    if outcomes:
-        console.print("")
-        console.print(_outcome_table("what if", outcomes))
-    if scaled:
-        console.print("")
-        console.print(_largest_table(scaled))
-    console.print(
+    return as_text(
+        *lines,
+        *(("", _outcome_table("what if", outcomes)) if outcomes else ()),
+        *(("", _largest_table(scaled)) if scaled else ()),
         "A prediction, not a measurement, of all tokens, prompts and padding too; --full shows the figures that it "
-        "rests on, memory by class, and waits."
+        "rests on, memory by class, and waits.",
     )
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _by(request: Asked) -> str:
-    return f" ({request.note})" if request.note else ""
 
 
 def _disk_assumed(request: Asked, prediction: Prediction) -> list[str]:
@@ -161,39 +140,29 @@ def headline(request: Asked, what: str = "") -> str:
 
 
 def render(
-    request: Asked,
-    prediction: Prediction,
-    outcomes: Sequence[Outcome],
-    helps: Sequence[Outcome],
-    scaled: Sequence[Scaled] = (),
+    request: Asked, prediction: Prediction, outcomes: Outcomes, helps: Outcomes, scaled: Sequence[Scaled] = ()
 ) -> str:
     """Return the tables as text."""
-    question = request.question
-    text = StringIO()
-    console = Console(file=text, width=table_width(), highlight=False, markup=False)
-    console.print(headline(request))
-    console.print("A prediction from the figures below, not a measurement.\n")
-    console.print(_memory_table(request, prediction))
     why = _why_on_disk(request, prediction)
-    if why is not None:
-        console.print(f"home on disk, for want of host memory: there {why}\n")
-    console.print(_step_table(request, prediction))
-    console.print(_share_table("compute waits for", "share of the time", prediction.stalls))
-    console.print(_share_table("in use", "share of the step", prediction.usage))
-    if outcomes:
-        console.print(_outcome_table("what if", outcomes))
     helps = [outcome for outcome in helps if outcome.gain is None or outcome.gain >= LEAST_GAIN]
-    if helps:
-        about = any(outcome.estimated for outcome in helps)
-        title = "what would help, estimated (--what-if simulates)" if about else "what would help"
-        console.print(_outcome_table(title, helps))
-    if scaled:
-        console.print(_largest_table(scaled))
-    console.print(f"verdict: fits. What ends it is {prediction.ends_it}.\n")
-    console.print(_figure_table(figures_used(question, prediction)))
-    for assumption in (*ALWAYS, *_notes(request), *_small_rounds(prediction), *prediction.assumptions):
-        console.print(f"assumed: {assumption}")
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    about = any(outcome.estimated for outcome in helps)
+    title = "what would help, estimated (--what-if simulates)" if about else "what would help"
+    assumptions = (*ALWAYS, *_notes(request), *_small_rounds(prediction), *prediction.assumptions)
+    return as_text(
+        headline(request),
+        "A prediction from the figures below, not a measurement.\n",
+        _memory_table(request, prediction),
+        *((f"home on disk, for want of host memory: there {why}\n",) if why is not None else ()),
+        _step_table(request, prediction),
+        _share_table("compute waits for", "share of the time", prediction.stalls),
+        _share_table("in use", "share of the step", prediction.usage),
+        *((_outcome_table("what if", outcomes),) if outcomes else ()),
+        *((_outcome_table(title, helps),) if helps else ()),
+        *((_largest_table(scaled),) if scaled else ()),
+        f"verdict: fits. What ends it is {prediction.ends_it}.\n",
+        _figure_table(figures_used(request.question, prediction)),
+        *(f"assumed: {assumption}" for assumption in assumptions),
+    )
 
 
 def _notes(request: Asked) -> tuple[str, ...]:
@@ -307,7 +276,8 @@ def _step_table(request: Asked, prediction: Prediction) -> Table:
         ("tokens that hide a weight load", f"{even.tokens:,} (a visit has {even.tokens_per_visit:,})"),
     ]
     if prediction.tokens is not None and prediction.eta_s is not None:
-        took = f"{format_seconds(prediction.eta_s)}, {prediction.steps:,} steps{_by(request)}"
+        by = f" ({request.note})" if request.note else ""
+        took = f"{format_seconds(prediction.eta_s)}, {prediction.steps:,} steps{by}"
         rows.append((f"{format_count(prediction.tokens)} tokens take", took))
         rows += [("", line) for line in _wear(request, prediction)]
     rows += [(key, priced) for key, priced, _ in _own_kernels(request)]

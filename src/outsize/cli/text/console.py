@@ -73,6 +73,15 @@ def table_width() -> int:
     return width_of(sys.stdout) or TABLE_WIDTH
 
 
+def as_text(*parts: object) -> str:
+    """Return lines and tables for people as text, as wide as `table_width` says, without blanks at ends."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=table_width(), highlight=False, markup=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+
 def wrapped(text: str, width: int | None) -> str:
     """Return ``text`` with lines of at most ``width`` columns, broken between words and indented; None breaks none."""
     if width is None:

@@ -143,6 +143,12 @@ _MARKS = {
 _LONGEST_MARK = max(map(len, _MARKS))
 # How a file begins that stands for one in Git LFS, and how many bytes it has at most.
 _POINTER, _MOST_POINTER = b"version https://git-lfs.github.com/spec/", 1 << 10
+# How files begin whose bytes may pass for text and are none.
+_NO_TEXT = {
+    b"%PDF-": "a PDF",
+    b"{\\rtf": "RTF",
+    b"PK\x03\x04": "a zip archive, as .xlsx, .docx and .epub are",
+}
 # What the datasets library and the hub write about data.
 _ABOUT_DATA = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
 
@@ -192,12 +198,18 @@ def find_sources(path: Path, glob: str | None = None, *, measured: bool = False)
     """
     sources = _find(path, glob, measured)
     for file in sources.files:
-        if 0 < file.size_bytes <= _MOST_POINTER and file.path.is_file():
-            with open_binary(file.path, "r", buffered=False) as opened:
-                if opened.read(len(_POINTER)) == _POINTER:
-                    raise DataError(
-                        f"{file.path} is a pointer of Git LFS, and not the file; get it with git lfs pull"
-                    )
+        if not (file.path.is_file() and (file.container is None or 0 < file.size_bytes <= _MOST_POINTER)):
+            continue
+        with open_binary(file.path, "r", buffered=False) as opened:
+            first = opened.read(len(_POINTER))
+        if first == _POINTER and file.size_bytes <= _MOST_POINTER:
+            raise DataError(
+                f"{file.path} is a pointer of Git LFS, and not the file; get it with git lfs pull"
+            )
+        if what := next((what for mark, what in _NO_TEXT.items() if first.startswith(mark)), None):
+            raise DataError(
+                f"{file.path} is {what}, and no text; write its text into .txt, .csv or .jsonl files"
+            )
     return sources
 
 

@@ -1,4 +1,4 @@
-"""Bound the step time of other ways to train on the same machine, to compare a prediction with.
+"""Bound the step time of other ways to train on the same machines, to compare a prediction with.
 
 A way is a bound and no simulation: products at the same rate as ours, every exchange at the full rate of its link and
 hidden behind compute where the way allows it, nothing lost between kernels. A system that takes the way is no faster
@@ -32,7 +32,7 @@ class Alternative:
     Attributes:
         name: for people.
         device_bytes: needed on each GPU at least.
-        host_bytes: needed in host memory at least.
+        host_bytes: needed in host memory of each node at least.
         fits: whether both fit the budgets.
         tokens_per_s: at most, whether it fits or not.
         compute_s: of a step, on each GPU.
@@ -76,16 +76,11 @@ class _Share:
 
 
 def alternatives(question: Question) -> tuple[Alternative, ...]:
-    """Return other ways to train what ``question`` asks about, on all GPUs of its machine.
+    """Return other ways to train what ``question`` asks about, on all GPUs of its nodes.
 
-    Of hybrids only the best is told. Several nodes are not compared.
-
-    Raises:
-        ValueError: what a microbatch takes is not counted, or there are several nodes.
+    Of hybrids only the best is told. Those that share a product are next to one another, stages are furthest apart.
     """
-    if question.workload_of is None or question.nodes > 1:
-        raise ValueError("ways are compared on one machine, for a model that is counted")
-    count = question.num_workers
+    count = _num_gpus(question)
     shares = [
         _Share(tensor=tensor, stages=stages, replicas=count // tensor // stages)
         for tensor in _divisors(count)
@@ -110,10 +105,14 @@ def managed_tokens_per_s(question: Question) -> float:
     state_s = STATE_BYTES * question.model.num_trainable / link
     rates = [
         state_s + num_microbatches * (_compute_s(question, work, again=True) + moved_s)
-        for work, num_microbatches in _microbatches(question, question.num_workers)
+        for work, num_microbatches in _microbatches(question, _num_gpus(question))
         if _activation_bytes(work, again=True) <= question.budgets.device
     ]
     return question.tokens_per_step / min(rates) if rates else 0.0
+
+
+def _num_gpus(question: Question) -> int:
+    return question.nodes * question.num_workers
 
 
 def _divisors(count: int) -> list[int]:
@@ -131,7 +130,7 @@ def _best(alternatives: Iterator[Alternative] | list[Alternative]) -> Alternativ
 def _microbatches(question: Question, replicas: int) -> Iterator[tuple[Workload, int]]:
     """Yield what a microbatch takes, of one sequence, two, four …, and how many each replica has in a step."""
     assert question.workload_of is not None
-    sequences, size = max(1, -(-question.sequences // replicas)), 1
+    sequences, size = max(1, -(-question.nodes * question.sequences // replicas)), 1
     while size <= sequences:
         yield question.workload_of(size), -(-sequences // size)
         size *= 2
@@ -145,7 +144,6 @@ def _resident(question: Question, share: _Share) -> Iterator[Alternative]:
     optimizer_s = (
         ADAMW_BYTES * model.num_trainable / parts / min(gpu.memory_bytes_per_s.value for gpu in gpus)
     )
-    rate = _exchange_rate(question)
     for work, num_microbatches in _microbatches(question, share.replicas):
         for again in (False, True):
             in_flight = min(share.stages, num_microbatches)
@@ -153,17 +151,14 @@ def _resident(question: Question, share: _Share) -> Iterator[Alternative]:
             device = state + activations + question.fixed_bytes
             one_s = _compute_s(question, work, again) / parts
             idle_s = (share.stages - 1) * one_s
-            summed = _summed_bytes(work, share, again)
+            gradients_s = _sum_s(question, _gradients(question) / parts, share.replicas, apart=share.tensor)
             waits = {
-                ACTIVATION_SUMS: num_microbatches * summed / rate,
+                ACTIVATION_SUMS: num_microbatches * _activation_sums_s(question, work, share, again),
                 "the pipeline's bubble": idle_s,
-                "gradients of the other replicas": 0.0,
+                # They leave while the last microbatch's backward goes on, two thirds of what it computes.
+                "gradients of the other replicas": max(0.0, gradients_s - 2 / 3 * one_s),
                 "the optimizer": optimizer_s,
             }
-            if share.replicas > 1:
-                bytes_across = crossing_bytes(_gradients(question) // parts, share.replicas)
-                # They leave while the last microbatch's backward goes on, two thirds of what it computes.
-                waits["gradients of the other replicas"] = max(0.0, bytes_across / rate - 2 / 3 * one_s)
             yield _way(question, share.name, device, 0, num_microbatches * one_s, waits)
 
 
@@ -172,12 +167,13 @@ def _sharded(question: Question, *, offloads: bool) -> Iterator[Alternative]:
 
     Where it ``offloads``, shares rest in host memory, and the optimizer steps there when the backward is over.
     """
-    model, count = question.model, question.num_workers
+    model, count, nodes = question.model, _num_gpus(question), question.nodes
     weights, gradients = _weights(question), _gradients(question)
     gathered = 2 * max(unit.weight_bytes(model.dtype) for unit in model.units)
     state = STATE_BYTES * model.num_trainable + _frozen(question)
     others = (count - 1) / count
-    rate = question.machine.links[0].up_bytes_per_s.value if count == 1 else _exchange_rate(question)
+    alone = question.num_workers == 1
+    rate = question.machine.links[0].up_bytes_per_s.value if alone else _exchange_rate(question)
     for work, num_microbatches in _microbatches(question, count):
         for again in (False, True):
             device = gathered + _activation_bytes(work, again) + question.fixed_bytes
@@ -185,10 +181,13 @@ def _sharded(question: Question, *, offloads: bool) -> Iterator[Alternative]:
             # Of what arrives a share is the GPU's own; it comes from the host where shares rest there.
             share = 1.0 if offloads else others
             across_s = share * (2 * weights + gradients) / rate
+            if question.net_bytes_per_s is not None:
+                arriving = (nodes - 1) / nodes * (2 * weights + gradients)
+                across_s = max(across_s, arriving / question.net_bytes_per_s.value)
             compute_s = _compute_s(question, work, again)
             host = question.machine.host
             steps_s = (
-                model.num_trainable / host.adamw_params_per_s.value
+                model.num_trainable / nodes / host.adamw_params_per_s.value
                 if offloads
                 else ADAMW_BYTES
                 * model.num_trainable
@@ -200,7 +199,9 @@ def _sharded(question: Question, *, offloads: bool) -> Iterator[Alternative]:
                 "the optimizer": steps_s,
             }
             name = "ZeRO-3 or FSDP" + (", state in host memory" if offloads else "")
-            yield _way(question, name, device, state if offloads else 0, num_microbatches * compute_s, waits)
+            yield _way(
+                question, name, device, state // nodes if offloads else 0, num_microbatches * compute_s, waits
+            )
 
 
 def _way(
@@ -249,13 +250,25 @@ def _activation_bytes(work: Workload, again: bool) -> int:
     return activation_bytes + max(work.backward_workspace_bytes.values()) + work.held_bytes
 
 
-def _summed_bytes(work: Workload, share: _Share, again: bool) -> float:
-    """Return the bytes that cross each link for a microbatch's sums over tensor parallel GPUs."""
-    if share.tensor == 1:
-        return 0.0
+def _activation_sums_s(question: Question, work: Workload, share: _Share, again: bool) -> float:
+    """Return the seconds of a microbatch's sums over tensor parallel GPUs."""
     blocks = work.boundary_bytes[1:-1] or work.boundary_bytes
     sums = SUMS_AGAIN if again else SUMS
-    return sums * sum(crossing_bytes(size, share.tensor) for size in blocks) / share.stages
+    return sums * sum(_sum_s(question, size, share.tensor) for size in blocks) / share.stages
+
+
+def _sum_s(question: Question, num_bytes: float, ranks: int, apart: int = 1) -> float:
+    """Return the seconds of a sum of so many bytes over so many GPUs, each so many ``apart``, at its slower links.
+
+    Within a node they are summed first, and so cross its network once; all groups with a rank in a node share that.
+    """
+    inside = max(1, min(ranks, question.num_workers // apart))
+    across = -(-ranks // inside)
+    seconds = crossing_bytes(num_bytes, inside) / _exchange_rate(question) if inside > 1 else 0.0
+    if across == 1 or question.net_bytes_per_s is None:
+        return seconds
+    crossing = crossing_bytes(num_bytes, across) * (question.num_workers // inside)
+    return max(seconds, crossing / question.net_bytes_per_s.value)
 
 
 def _exchange_rate(question: Question) -> float:
