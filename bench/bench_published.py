@@ -2,7 +2,9 @@
 
 import argparse
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common import finish, machine, print_table
 from published_record import answer, rows
@@ -37,20 +39,40 @@ def main() -> None:
             "interval": [found.low, found.high],
             "inside": inside,
             "rounds": found.rounds,
+            "kind": row["kind"],
         }
     print_table(
         ("row", "published", "predicted", "error", "interval", "", "rounds"), table, "Tokens per second"
     )
-    errors = sorted(abs(row["error"]) for row in result.values())
-    summary = {
+    summary = summed(list(result.values()))
+    by_kind = {
+        kind: summed([row for row in result.values() if row["kind"] == kind])
+        for kind in dict.fromkeys(row["kind"] for row in result.values())
+    }
+    print_table(
+        ("kind", "rows", "median error", "worst", "inside", "interval"),
+        [
+            (kind, *(f"{value:.1%}" if isinstance(value, float) else str(value) for value in each.values()))
+            for kind, each in {**by_kind, "all": summary}.items()
+        ],
+        "By kind",
+    )
+    finish(
+        {"bench": "published", **summary, "kinds": by_kind, "rows": result, "machine": machine()},
+        options.output,
+    )
+
+
+def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how far off some rows are, and how wide their intervals to either side."""
+    errors = sorted(abs(row["error"]) for row in rows)
+    return {
+        "num_rows": len(rows),
         "median_error": statistics.median(errors),
         "worst_error": errors[-1],
-        "inside": sum(row["inside"] for row in result.values()) / len(result),
+        "inside": sum(row["inside"] for row in rows) / len(rows),
+        "median_interval": statistics.median(row["interval"][1] / row["predicted"] - 1 for row in rows),
     }
-    print(
-        f"median {summary['median_error']:.1%}, worst {summary['worst_error']:.1%}, inside {summary['inside']:.0%}"
-    )
-    finish({"bench": "published", **summary, "rows": result, "machine": machine()}, options.output)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ A row is planned as ``outsize plan`` would plan it, with these differences, whic
 row: the kernels are the system's (``fused`` or ``eager``), linear layers multiply in fp8 where that is the dtype;
 moments are bf16 where the system's are; an optimizer that works on the GPU, or hidden behind compute, is
 ``streamed``, one that runs when the backward is over and before anything else is ``after``: then all blocks are
-recomputed, too, as those systems do. Nothing is fitted to a row.
+recomputed, too, as those systems do, and where that is all that is different it is ``recomputed``. Nothing is fitted to
+a row. Rows that accumulate in fp16, which nothing here does, are left out.
 """
 
 import csv
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,6 +63,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 151936,
         "max_position_embeddings": 40960,
     },
+    **json.loads(Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")),
 }
 
 
@@ -96,32 +99,34 @@ def answer(row: Mapping[str, str]) -> Answer:
     question = _question(row)
     if row["optimizer"] == "after":
         return _one_after_the_other(question)
+    if row["optimizer"] == "recomputed":
+        question = _recomputed(question)
     done = predict(decide(question))
     return _answer(question, done, done.step_s)
 
 
 def _question(row: Mapping[str, str]) -> Question:
     fp8 = row["dtype"] == "fp8"
+    words = row["options"].split()
+    others = {name[2:].replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    whole = {name: int(value) for name, value in others.items() if value.isdigit()}
     options = PlanFlags(
         model=row["model"],
-        gpus=row["gpus"],
+        gpus=row["gpus"] or None,
         kernels=row["kernels"],  # type: ignore[arg-type]
         dtype="bf16" if fp8 else row["dtype"],  # type: ignore[arg-type]
         products="fp8" if fp8 else "native",
         seq_len=int(row["seq_len"]),
         tokens_per_step=int(row["tokens_per_step"]),
-        device_memory=f"{row['device_gib']}GiB" if row["device_gib"] else None,
+        **{"device_memory": f"{row['device_gib']}GiB" if row["device_gib"] else None, **others, **whole},  # type: ignore[arg-type]
         ram=row["host"] or None,
         optimizer_state="bf16" if row["system"] in ("LLMQ", "FlexTrain", "dataflow") else "fp32",
     )
     return ask(options, AskedModel(row["model"], MODELS[row["model"]])).question
 
 
-def _one_after_the_other(question: Question) -> Answer:
-    """Return a step in which all is recomputed, and the optimizer steps behind the backward.
-
-    Until then the optimizer takes no time, and nothing waits for a norm.
-    """
+def _recomputed(question: Question) -> Question:
+    """Return the question of a system that recomputes all blocks, and all of each."""
     counted = question.workload_of
     assert counted is not None
 
@@ -129,7 +134,15 @@ def _one_after_the_other(question: Question) -> Answer:
         work = counted(sequences)
         return replace(work, recompute_flops=work.forward_flops)
 
-    question = replace(question, workload_of=in_full).deciding(activations="recompute")
+    return replace(question, workload_of=in_full).deciding(activations="recompute")
+
+
+def _one_after_the_other(question: Question) -> Answer:
+    """Return a step in which all is recomputed, and the optimizer steps behind the backward.
+
+    Until then the optimizer takes no time, and nothing waits for a norm.
+    """
+    question = _recomputed(question)
     machine = question.machine
     free = Figure(value=1e15, source="left out")
     machine = replace(machine, host=replace(machine.host, adamw_params_per_s=free))
