@@ -63,6 +63,7 @@ _SHARES = (
     _Share("geforce-ada", 0.84, 0.08, f"{_LLMQ}: 0.79 to 0.89 on a 4090, 0.5B to 14B"),
     _Share("geforce-blackwell", 0.88, 0.08, f"{_LLMQ}: 0.85 to 0.95 on a 5060 Ti, 0.5B to 7B"),
     _Share("workstation-blackwell", 0.68, 0.08, f"{_LLMQ}: 0.61 to 0.69 on an RTX PRO 6000, 1.5B to 14B"),
+    _Share("server-ada-l40s", 0.37, 0.1, f"{_LLMQ}: 1,500 tokens/s of 14B on an L40S, 350 W for its peak"),
     _Share("server-ampere", 0.65, 0.15, "assumed: large models on A100 servers train at 0.55 to 0.70"),
     _Share("server-hopper", 0.59, 0.08, f"{_LLMQ}: 0.57 to 0.62 on an H100, 1.5B to 14B"),
     _Share("server-cdna", 0.45, _ASSUMED_WITHIN, "assumed: published training on MI300X, 0.35 to 0.50"),
@@ -78,6 +79,7 @@ _FP8_GAINS = (
     _Share(
         "workstation-blackwell", 1.45, 0.1, f"{_LLMQ}: 1.31 to 1.55 on an RTX PRO 6000, runs 1.24 to 1.49"
     ),
+    _Share("server-ada-l40s", 1.2, 0.1, f"{_LLMQ}: runs of 14B in both on an L40S, 1.13"),
     _Share("server-hopper", 1.4, 0.1, f"{_LLMQ}: 1.29 to 1.53 on an H100, runs 1.23 to 1.48"),
 )
 
