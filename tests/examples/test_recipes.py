@@ -1,4 +1,4 @@
-"""Recipes are planned as they say: they fit their machine, at the speed that they and README name."""
+"""Recipes and what to choose are planned as they say: they fit their machine, at the speed that the pages name."""
 
 import runpy
 from pathlib import Path
@@ -9,6 +9,7 @@ from outsize.config import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGE = runpy.run_path(str(ROOT / "scripts" / "recipes_page.py"))
+CHOICES = runpy.run_path(str(ROOT / "scripts" / "choices_page.py"))
 # What is written is brought up to date by scripts/recipes_page.py, not at every change of the planner.
 NEAR = 0.1
 
@@ -25,6 +26,15 @@ def test_a_recipe_fits_its_machine_and_is_as_fast_as_it_says(path):
 def test_a_recipe_names_itself_and_has_no_setting_without_effect(path):
     assert PAGE["Recipe"].read(path).plan.split()[2] == str(path.relative_to(ROOT))
     assert load_config(path, environ={}).notes() == []
+
+
+def test_the_table_of_choices_is_that_of_its_cases():
+    page = CHOICES["PAGE"].read_text(encoding="utf-8")
+    rows = page.partition(CHOICES["BEGIN"])[2].partition(CHOICES["END"])[0].splitlines()[2:]
+    cases = CHOICES["CASES"]
+    assert [row.split("`")[1] for row in rows] == [machine for _, _, machine in cases]
+    number = next(at for at, case in enumerate(cases) if case[2] == "--gpus 2x4090 --ram 128GB")
+    assert CHOICES["row"](*cases[number]) == rows[number], "python scripts/choices_page.py writes what is predicted now"
 
 
 def test_the_table_of_readme_is_that_of_the_recipes():
