@@ -34,7 +34,9 @@ def test_the_table_of_choices_is_that_of_its_cases():
     cases = CHOICES["CASES"]
     assert [row.split("`")[1] for row in rows] == [machine for _, _, machine in cases]
     number = next(at for at, case in enumerate(cases) if case[2] == "--gpus 2x4090 --ram 128GB")
-    assert CHOICES["row"](*cases[number]) == rows[number], "python scripts/choices_page.py writes what is predicted now"
+    assert CHOICES["row"](*cases[number]) == rows[number], (
+        "python scripts/choices_page.py writes what is predicted now"
+    )
 
 
 def test_the_table_of_readme_is_that_of_the_recipes():
