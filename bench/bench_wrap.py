@@ -78,7 +78,7 @@ def trainer(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) 
 
 def wrap(config: Any, prepared: Any, batches: Any, args: argparse.Namespace) -> dict[str, Any]:
     import outsize
-    from outsize.optim.learning_rates import decay_parameter_names
+    from outsize.optim.rate_groups import decay_parameter_names
 
     model = outsize.load(
         config.model.path,

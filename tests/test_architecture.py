@@ -189,6 +189,7 @@ ARROWS = {
     | {
         "accelerators",
         "checkpoint.files",
+        "choices",
         "codecs",
         "config",
         "data",

@@ -3,7 +3,7 @@ import torch
 import transformers
 from torch import nn
 
-from outsize.optim.learning_rates import decay_parameter_names
+from outsize.optim.rate_groups import decay_parameter_names
 
 
 def names_of_transformers(model):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from outsize.errors import ConfigError
-from outsize.optim.learning_rates import LearningRateSchedule
+from outsize.session.steps import LearningRateSchedule
 from outsize.training.records import StepRecord
 from outsize.training.run import train
 from support import assert_same_end, in_dir, make_run

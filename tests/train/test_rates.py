@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import zoo
 from outsize.errors import ModelError
 from outsize.model.split import split
-from outsize.optim.learning_rates import RateGroup, parameter_groups, with_rates
+from outsize.optim.rate_groups import RateGroup, parameter_groups, with_rates
 from outsize.training.run import train
 from outsize.training.short_runs import verify
 from support import make_run

@@ -27,8 +27,8 @@ from outsize import files
 from outsize.config import OptimizerConfig
 from outsize.errors import CheckpointError
 from outsize.model.sizes.model_spec import ModelSpec, TensorSpec
-from outsize.optim.learning_rates import decay_parameter_names
 from outsize.optim.optimizer_spec import EXP_AVG, EXP_AVG_SQ
+from outsize.optim.rate_groups import decay_parameter_names
 from outsize.session.run_state import Position
 
 OPTIMIZER, SCHEDULER, STATE = "optimizer.pt", "scheduler.pt", "trainer_state.json"

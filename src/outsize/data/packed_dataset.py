@@ -241,7 +241,7 @@ class PackedDataset(Closing):
         self.reply_end = next((each.reply_end for each in self.found if each.reply_end), "")
         self.seq_len = seq_len
 
-    @property
+    @cached_property
     def num_sequences(self) -> int:
         """Sequences per epoch."""
         return self._layout.num_sequences

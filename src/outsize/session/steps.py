@@ -1,18 +1,19 @@
-"""Microbatches, loss scale, schedule and outcome of a step, and the files that its data come from."""
+"""Microbatches, learning rate, loss scale and outcome of a step, and the files that its data come from."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import torch
+
+from outsize.choices import Schedule
 from outsize.config import Config
 from outsize.data.batch import Batch
 from outsize.data.reading.corpus_files import find_sources
-from outsize.optim.learning_rates import LearningRateSchedule
 from outsize.planner.simulate.stalls import Window
-from outsize.runtime.device.driver import Moved
-from outsize.runtime.ops.context import Microbatch
+from outsize.runtime.ops.context import Microbatch, Moved
 
 # Files beyond so many are one entry of a state, which every commit of a home writes.
 MOST_LISTED = 200
@@ -101,6 +102,83 @@ def microbatches_of(batch: Batch, count: int, shifted: bool = True) -> tuple[Mic
         )
         for part, targets in parts
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRateSchedule:
+    """Learning rate as a function of the step.
+
+    Attributes:
+        kind: what happens after the warm-up: ``constant`` stays; ``linear`` falls to 0, ``cosine`` to ``min_lr``;
+            ``cosine_restarts`` falls to 0 ``num_cycles`` times; ``wsd`` stays, and falls to ``min_lr`` in the last
+            ``num_decay_steps``; ``inverse_sqrt`` falls with the root of the step.
+        lr: learning rate at the end of the warm-up.
+        num_warmup_steps: steps over which the rate rises from 0.
+        num_training_steps: step at which the rate has fallen.
+        min_lr: the least rate, of ``cosine`` and ``wsd``.
+        num_decay_steps: of ``wsd``.
+        num_cycles: of ``cosine_restarts``.
+
+    Raises:
+        ValueError: an unknown kind, a negative or non-finite number, or a warm-up longer than the training.
+    """
+
+    kind: Schedule = "constant"
+    lr: float
+    num_warmup_steps: int = 0
+    num_training_steps: int
+    min_lr: float = 0.0
+    num_decay_steps: int = 0
+    num_cycles: int = 1
+    _factor: Callable[[int], float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Schedule):
+            raise ValueError(f"unknown schedule {self.kind!r}; choose {', '.join(get_args(Schedule))}")
+        if not (math.isfinite(self.lr) and self.lr >= 0.0):
+            raise ValueError(f"lr must be a finite number of at least 0, not {self.lr}")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ValueError(f"min_lr must lie in 0..lr ({self.lr:g}), not {self.min_lr:g}")
+        if not 0 <= self.num_warmup_steps <= self.num_training_steps:
+            raise ValueError(
+                f"num_warmup_steps must lie in 0..{self.num_training_steps}, not {self.num_warmup_steps}"
+            )
+        object.__setattr__(self, "_factor", _factor_of(self))
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of step ``step``, counted from 0; the first step of a warm-up has rate 0."""
+        return self.lr * self._factor(step)
+
+
+def _factor_of(schedule: LearningRateSchedule) -> Callable[[int], float]:
+    """Return what a rate is multiplied by as a function of the step: what transformers gives to torch's `LambdaLR`."""
+    from transformers import optimization
+
+    share = schedule.min_lr / schedule.lr if schedule.lr else 0.0
+    warmup, total = schedule.num_warmup_steps, schedule.num_training_steps
+    # A schedule wants an optimizer, of which only its first rate is read.
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=schedule.lr)
+    factor_at: Any
+    if schedule.kind == "constant":
+        factor_at = optimization.get_constant_schedule_with_warmup(optimizer, warmup)
+    elif schedule.kind == "linear":
+        factor_at = optimization.get_linear_schedule_with_warmup(optimizer, warmup, total)
+    elif schedule.kind == "cosine":
+        factor_at = optimization.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, total, min_lr_rate=share
+        )
+    elif schedule.kind == "cosine_restarts":
+        factor_at = optimization.get_cosine_with_hard_restarts_schedule_with_warmup(
+            optimizer, warmup, total, schedule.num_cycles
+        )
+    elif schedule.kind == "wsd":
+        factor_at = optimization.get_wsd_schedule(
+            optimizer, warmup, schedule.num_decay_steps, num_training_steps=total, min_lr_ratio=share
+        )
+    else:
+        factor_at = optimization.get_inverse_sqrt_schedule(optimizer, warmup)
+    factor: Callable[[int], float] = factor_at.lr_lambdas[0]
+    return factor
 
 
 def schedule_of(config: Config) -> LearningRateSchedule:

@@ -25,12 +25,13 @@ from outsize.data.batch import Batch
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.model.split import Split
 from outsize.model.tiled import chunked_head_loss, loss_of, shift_labels
-from outsize.optim.learning_rates import parameter_groups
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer_names import muon_matrices
-from outsize.optim.split_masters import chance_key, join_master, split_master
+from outsize.optim.planes import chance_key
+from outsize.optim.rate_groups import parameter_groups
+from outsize.optim.split_masters import join_master, split_master
 from outsize.runtime.forward.binding import TORCH_DTYPE, buffers_on
-from outsize.runtime.forward.short_recompute import seed_generators
+from outsize.runtime.forward.unit_state import seed_generators
 from outsize.runtime.ops.compute_ops import seed_of
 from outsize.session.fill import Decoded
 from outsize.session.job.job_options import clip_of, may_skip

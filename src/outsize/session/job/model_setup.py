@@ -25,7 +25,7 @@ from outsize.model.sizes.model_spec import num_positions
 from outsize.model.split import ALL_LISTS, Split, UnitChoice, split
 from outsize.model.stored_adapters import read_weights
 from outsize.model.tiled import can_take_in_parts, take_in_parts
-from outsize.optim.learning_rates import RateGroup, decay_parameter_names, with_rates
+from outsize.optim.rate_groups import RateGroup, decay_parameter_names, with_rates
 from outsize.runtime.device.heap import trim
 from outsize.runtime.trial.calibrate import count
 from outsize.runtime.trial.counts import Counts

@@ -4,7 +4,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outsize.optim.learning_rates import LearningRateSchedule
+from outsize.session.steps import LearningRateSchedule
 
 THEIRS = {
     "constant": lambda optimizer, warmup, total: transformers.get_constant_schedule_with_warmup(
