@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW
-from outsize.optim.planes import StatePlanes
+from outsize.optim.planes import StatePlanes, chance_key
 from outsize.optim.step import step_state
 
 SIZES = (16, 32, 64, 128, 256, 1024, 4096)
@@ -65,7 +65,7 @@ def error(planes: StatePlanes, block: int, *, nearest: bool) -> float:
     first, second = planes.exp_avg, planes.exp_avg_sq
     assert first is not None
     assert second is not None
-    chances = split_masters.halves(split_masters.chances(0, split_masters.chance_key(0, 0, 1), planes.numel))
+    chances = split_masters.halves(split_masters.chances(0, chance_key(0, 0, 1), planes.numel))
     if nearest:
         chances = tuple(torch.full_like(part, 0x8000) for part in chances)
     found = direction(

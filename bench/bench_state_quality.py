@@ -31,7 +31,7 @@ from outsize.optim import split_masters
 from outsize.optim.adamw import PlaneAdamW
 from outsize.optim.muon import Muon
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS, GRADIENT, WEIGHTS, StateLayout
-from outsize.optim.planes import StatePlanes
+from outsize.optim.planes import StatePlanes, chance_key
 from outsize.optim.split_masters import split_master, ties_bytes
 from outsize.optim.step import step_state, step_whole
 from outsize.storage.home_layout import ITEM_DTYPE
@@ -79,9 +79,7 @@ def other(second: tuple[int, bool], *, nearest: bool) -> Rounding:
     """Ours with another form of the second moment, or to the nearest code."""
 
     def rounded(planes: StatePlanes, step: int) -> None:
-        chances = split_masters.halves(
-            split_masters.chances(0, split_masters.chance_key(0, 0, step), planes.numel)
-        )
+        chances = split_masters.halves(split_masters.chances(0, chance_key(0, 0, step), planes.numel))
         pairs = ((planes.exp_avg, split_masters.EXP_AVG_FORM), (planes.exp_avg_sq, second))
         for chance, (plane, form) in zip(chances, pairs, strict=True):
             assert plane is not None

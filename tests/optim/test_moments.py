@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
+from outsize.optim.planes import chance_key
 from outsize.optim.split_masters import (
     EXP_AVG_FORM,
     EXP_AVG_SQ_FORM,
-    chance_key,
     chances,
     from_codes,
     halves,

@@ -10,7 +10,8 @@ from torch import Tensor
 from optim.test_step import in_24_bits, torch_ops
 from outsize.compat.torch_private import allocations
 from outsize.optim import split_masters
-from outsize.optim.split_masters import chance_key, join_master, split_master, ties_bytes
+from outsize.optim.planes import chance_key
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.planner.memory.memory_table import UPDATE_TEMPORARY_BYTES
 from threads import num_threads
 

@@ -12,8 +12,8 @@ from outsize import native
 from outsize.model.sizes.model_spec import UnitSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW, agrees_with_torch
 from outsize.optim.optimizer_spec import BLOCK_ELEMENTS
-from outsize.optim.planes import StatePlanes
-from outsize.optim.split_masters import chance_key, join_master, split_master, ties_bytes
+from outsize.optim.planes import StatePlanes, chance_key
+from outsize.optim.split_masters import join_master, split_master, ties_bytes
 from outsize.optim.step import step_state
 from threads import num_threads
 

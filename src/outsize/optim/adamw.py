@@ -23,7 +23,6 @@ from outsize import native
 from outsize.compat.torch_private import fused_adamw
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, UnitSpec
 from outsize.optim.planes import StatePlanes, Update
-from outsize.optim.split_masters import low_pair
 
 # torch's vectors have 16 elements at most.
 VECTOR = 16
@@ -104,11 +103,11 @@ def _call(settings: Settings, update: Update, planes: StatePlanes, gradient: Ten
 def common_arguments(planes: StatePlanes, gradient: Tensor, count: int, update: Update) -> dict[str, Any]:
     """Return what every kernel is told of the first ``count`` elements: how masters lie, the gradient, the chances."""
     split = planes.master_low is not None
-    low, low8 = low_pair(planes.master_low)
+    low, short = planes.master_low, planes.master_low is not None and planes.master_low.dtype is torch.int8
     return {
         "hi": address(planes.weights if split else None),
-        "lo": address(low),
-        "lo8": address(low8),
+        "lo": address(None if short else low),
+        "lo8": address(low if short else None),
         "ties": address(planes.master_ties),
         "master": address(None if split else planes.weights if planes.master is None else planes.master),
         "gradient": address(gradient),

@@ -238,7 +238,7 @@ class Update:
         decay: factor of weight decay.
         clip: factor of the gradient.
         first: index of the first element in its unit.
-        key: of the chances of this update, see `outsize.optim.split_masters.chance_key`.
+        key: of the chances of this update, see `outsize.optim.planes.chance_key`.
     """
 
     lr: float
@@ -289,3 +289,14 @@ class WholeRule(Protocol):
 
     def resident(self, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
         """Return what does the same to separate fp32 parameters in groups, for runs that keep all in memory."""
+
+
+def chance_key(seed: int, unit: int, update: int) -> int:
+    """Return the key of the chances of one update of one unit: 32 bits of splitmix64 over the three."""
+    value = 0
+    for part in (seed, unit, update):
+        value = (value + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            value = (value ^ value >> shift) * factor & (2**64 - 1)
+        value ^= value >> 31
+    return value & 0xFFFFFFFF

@@ -25,17 +25,6 @@ _MAGNITUDE, _INFINITY, _WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
 _HUGE = 0x7FF00000
 
 
-def chance_key(seed: int, unit: int, update: int) -> int:
-    """Return the key of the chances of one update of one unit: 32 bits of splitmix64 over the three."""
-    value = 0
-    for part in (seed, unit, update):
-        value = (value + part + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            value = (value ^ value >> shift) * factor & (2**64 - 1)
-        value ^= value >> 31
-    return value & _WORD
-
-
 def chances(first: int, key: int, count: int) -> Tensor:
     """Return 32 random bits for each of the elements ``first`` to ``first + count`` of a unit, int32 ``[count]``.
 
@@ -295,15 +284,10 @@ def _needs_tie(hi_bits: Tensor, lo: Tensor) -> Tensor:
     return (lo == _TIE) & (hi_bits & 1 == 0) | (hi_bits & 0x7FFF == _QUIET)
 
 
-def low_pair(lo: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return lower halves as the kernels take them: those of 16 bits, and those of 8; one of them is None."""
-    return (None, lo) if lo is not None and lo.dtype is torch.int8 else (lo, None)
-
-
 def _call(name: str, master: Tensor, hi: Tensor, lo: Tensor, ties: Tensor | None, *chance: Any) -> None:
+    low = (None, lo) if lo.dtype is torch.int8 else (lo, None)  # of 16 bits, and of 8
     planes = [
-        None if plane is None else ctypes.c_void_p(plane.data_ptr())
-        for plane in (hi, *low_pair(lo), ties, master)
+        None if plane is None else ctypes.c_void_p(plane.data_ptr()) for plane in (hi, *low, ties, master)
     ]
     count, num_threads = ctypes.c_size_t(master.numel()), ctypes.c_int(torch.get_num_threads())
     native.call(name, *planes, count, num_threads, *chance)

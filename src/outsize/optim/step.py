@@ -13,7 +13,7 @@ from outsize.optim import split_masters
 from outsize.optim.adamw import check_range, pieces_of
 from outsize.optim.optimizer_names import factored
 from outsize.optim.optimizer_spec import MASTER, UPDATE_TILE_ELEMENTS, WEIGHTS
-from outsize.optim.planes import StatePlanes, Update, UpdateRule, WholeParameter, WholeRule
+from outsize.optim.planes import StatePlanes, Update, UpdateRule, WholeParameter, WholeRule, chance_key
 from outsize.optim.split_masters import join_master, split_master
 
 
@@ -129,7 +129,7 @@ def step_state(
             decay=piece.decay,
             clip=1.0 if clip_coefficient is None else float(clip_coefficient),
             first=start + piece.start,
-            key=split_masters.chance_key(seed, unit.index, piece.count),
+            key=chance_key(seed, unit.index, piece.count),
         )
         step_piece(rule, update, planes.cut(piece.start, piece.stop), gradient[piece.start : piece.stop])
 
@@ -188,7 +188,7 @@ def step_whole(
             decay=tensor.decay,
             clip=1.0 if clip_coefficient is None else float(clip_coefficient),
             first=tensor.offset,
-            key=split_masters.chance_key(seed, unit.index, step[tensor.name]),
+            key=chance_key(seed, unit.index, step[tensor.name]),
         )
         has = {
             factor: tensors[tensor.name]
