@@ -21,9 +21,9 @@ from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named
 from outsize.planner.program.table import Price
 from outsize.planner.simulate.simulator import Event, Timeline, idle_s
 from outsize.planner.simulate.stalls import Waits, Window
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.device.heap import resident_bytes
 from outsize.runtime.forward.binding import TORCH_DTYPE
+from outsize.runtime.ops.context import Moved
 from outsize.session.job.machine import RunMachine, preset_of
 from outsize.session.job.prepare import Job
 from outsize.session.steps import StepOutcome

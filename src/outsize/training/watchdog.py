@@ -39,8 +39,8 @@ from outsize.accelerators import VENDORS, kind_here
 from outsize.compat.torch_private import of_all_threads
 from outsize.errors import StalledError
 from outsize.planner.program.program import lane_named
-from outsize.runtime.device.driver import OpRanges
 from outsize.runtime.engine.executor import Waiting
+from outsize.runtime.engine.op_handlers import OpRanges
 from outsize.units import format_seconds
 
 TICK_S = 1.0

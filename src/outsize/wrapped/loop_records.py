@@ -28,10 +28,9 @@ from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.simulator import Event, Timeline
 from outsize.reporting.html_page import to_chrome
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.engine.executor import Waiting
-from outsize.runtime.ops.context import StepContext
+from outsize.runtime.ops.context import Moved, StepContext
 from outsize.session.session import Session
 from outsize.session.steps import StepOutcome
 from outsize.telemetry.counters import GpuSampler

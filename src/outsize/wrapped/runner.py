@@ -33,9 +33,15 @@ from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
-from outsize.runtime.forward.short_recompute import Drawing, random_states, set_random_states
-from outsize.runtime.forward.unit_state import LeftState, UnitState, untouched, watching
-from outsize.runtime.ops.context import Microbatch, StepContext
+from outsize.runtime.forward.unit_state import (
+    LeftState,
+    UnitState,
+    random_states,
+    set_random_states,
+    untouched,
+    watching,
+)
+from outsize.runtime.ops.context import Drawing, Microbatch, StepContext
 from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
 from outsize.wrapped.batching import Autocast, InputGradients, check_call, check_returns, inputs_that_train

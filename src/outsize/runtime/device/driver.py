@@ -1,20 +1,13 @@
-"""Calls of a device's driver, names of ops in its profiler, and bytes that have moved.
-
-Names of ops for profilers: while it is on, each op runs within a range that carries its text.
-
-The ranges are those of `torch.profiler`, and those of the driver's own profiler, on CUDA NVTX, which Nsight shows. Off,
-an op costs one look at a flag.
-"""
+"""Calls of a device's driver: streams, pinned host memory, and what ends work on a device that may have failed."""
 
 import logging
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from outsize.accelerators import Devices, module_of, vendor_of
 from outsize.errors import ExecutionError
@@ -124,40 +117,3 @@ class DriverPinner:
 def pinner_of(device: Devices) -> DriverPinner | None:
     """Return what pins host memory for copies to a device; None where copies do not ask for it."""
     return DriverPinner(device.torch_device) if device.accelerated else None
-
-
-class OpRanges:
-    """A switch for all lanes.
-
-    Attributes:
-        on: may be switched at any time; ops that are running stay as they began.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.on = False
-        self._driver = vendor_of(device).ranges
-
-    def around(self, op: object) -> AbstractContextManager[None]:
-        """Return the context that an op runs in; its text is the name of the range."""
-        return self._range(str(op)) if self.on else nullcontext()
-
-    @contextmanager
-    def _range(self, name: str) -> Iterator[None]:
-        with self._driver(name), record_function(name):
-            yield
-
-
-class Moved(NamedTuple):
-    """Bytes so far.
-
-    Attributes:
-        wire: that went over the link.
-        logical: of elements as they are used, before codecs.
-    """
-
-    wire: int = 0
-    logical: int = 0
-
-    def and_then(self, wire: int, logical: int) -> "Moved":
-        """Return the sum with what moved since."""
-        return Moved(self.wire + wire, self.logical + logical)

@@ -17,12 +17,12 @@ from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Program, lane_of
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.simulator import Timeline
-from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.device.heap import release_team
 from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
 from outsize.runtime.engine.op_handlers import (
     EngineSettings,
     MovedByOp,
+    OpRanges,
     handlers_of,
     lane_thread,
     links_of,
@@ -33,7 +33,7 @@ from outsize.runtime.engine.workers import Resources, make_crew, rule_on, take_s
 from outsize.runtime.forward.unit_facts import Needed
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import CommitOps, Sink, StoreOps, collector_of
-from outsize.runtime.ops.context import Microbatch, StepContext, arrivals_behind, slots_used
+from outsize.runtime.ops.context import Microbatch, Moved, StepContext, arrivals_behind, slots_used
 from outsize.runtime.ops.exchange_ops import ExchangeOps, Shared
 from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.link_codecs import encode_weights

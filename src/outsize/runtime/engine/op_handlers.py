@@ -10,16 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 
+from outsize.accelerators import vendor_of
 from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named, lane_of
-from outsize.runtime.device.driver import Moved, OpRanges
 from outsize.runtime.device.heap import release_team
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import CommitOps, Describe, StoreOps
 from outsize.runtime.ops.compute_ops import ComputeOps
-from outsize.runtime.ops.context import HandlerTable, StepContext, check_complete, handlers_in
+from outsize.runtime.ops.context import HandlerTable, Moved, StepContext, check_complete, handlers_in
 from outsize.runtime.ops.exchange_ops import ExchangeOps
 from outsize.runtime.ops.gradient_ops import GradientObserver, GradientOps
 from outsize.runtime.ops.load_ops import WeightOps
@@ -48,6 +49,30 @@ check_complete(
         ExchangeOps,
     )
 )
+
+
+class OpRanges:
+    """Names of ops in profilers: while it is on, each op of all lanes runs within a range that carries its text.
+
+    The ranges are those of `torch.profiler`, and those of the driver's own profiler, on CUDA NVTX, which Nsight shows.
+    Off, an op costs one look at a flag.
+
+    Attributes:
+        on: may be switched at any time; ops that are running stay as they began.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.on = False
+        self._driver = vendor_of(device).ranges
+
+    def around(self, op: object) -> contextlib.AbstractContextManager[None]:
+        """Return the context that an op runs in; its text is the name of the range."""
+        return self._range(str(op)) if self.on else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        with self._driver(name), record_function(name):
+            yield
 
 
 def handlers_of(
@@ -114,7 +139,8 @@ def run_on_worker(
     with ranges.around(op), turns[worker] if computes else contextlib.nullcontext(), counting.of(op, context):
         run(tables[worker], op, context)
     if computes:
-        make_room[worker](op, context)
+        for arrival in context.arrivals.get(op, ()):
+            make_room[worker](arrival, context)
     else:
         release_team()
 

@@ -177,8 +177,9 @@ class MicrobatchRun:
     def _set_waiting(self, unit: int, visit: UnitVisit, returned: Returned) -> None:
         """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
         self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
-        candidates = constants_of(returned.leaves) | self._effects.constants_of(unit)
-        self._constants = {i for i, leaf in enumerate(returned.leaves) if not leaf.requires_grad} & candidates
+        here, known = constants_of(returned.leaves), self._effects.constants
+        plain = (i for i, leaf in enumerate(returned.leaves) if not leaf.requires_grad)
+        self._constants = {i for i in plain if i in here or (unit, i) in known}
         self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
 
@@ -277,7 +278,7 @@ class MicrobatchRun:
                     f"unit {unit} returned {len(visit.box.values)} tensors, or left them, and {len(roots)} when it was "
                     "run again for its backward; a unit that does otherwise each time cannot be recomputed"
                 )
-            if {i for i, root in enumerate(roots) if root is not None} & self._effects.constants_of(unit):
+            if any(root is not None and (unit, i) in self._effects.constants for i, root in enumerate(roots)):
                 raise ModelError(
                     f"unit {unit} returned a tensor with a gradient where a trial saw none; set activations=keep"
                 )

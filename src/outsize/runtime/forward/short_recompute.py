@@ -18,22 +18,19 @@ The story of one recompute:
 6. What an MLP in parts makes (`model.tiled`) is left out as one operation, whatever is in it.
 """
 
-import random
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from outsize.accelerators import is_accelerator, module_of
 from outsize.compat import torch_private
-from outsize.compat.torch_private import OperationMode, forward_hooks_of, has_hooks_of_all, operations
+from outsize.compat.torch_private import OperationMode, operations
 from outsize.model.tiled import Call
 from outsize.runtime.forward.unit_facts import Needed
 
@@ -177,19 +174,6 @@ class Shortcuts:
         return call()
 
 
-def is_watched(unit: nn.Module) -> bool:
-    """Whether forward hooks look at modules inside ``unit``; those with which transformers collects outputs do not."""
-    if has_hooks_of_all():
-        return True
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("transformers.")
-        for module in unit.modules()
-        if module is not unit  # hooks of the unit itself run around it
-        for hooks in forward_hooks_of(module)
-        for hook in hooks.values()
-    )
-
-
 class _Shortened:
     """The context of one shortened recompute."""
 
@@ -293,78 +277,3 @@ def _forms(values: Any) -> Any:
     return torch_private.map_only(
         Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), values
     )
-
-
-class States(NamedTuple):
-    """States of the random generators; None for absent ones."""
-
-    cpu: Tensor
-    device: Tensor | None
-    python: Any
-    numpy: Any
-
-
-def random_states(device: torch.device) -> States:
-    """Return where the generators are."""
-    of_device = module_of(device).get_rng_state(device) if is_accelerator(device) else None
-    numpy = sys.modules.get("numpy")
-    return States(
-        torch.get_rng_state(),
-        of_device,
-        random.getstate(),
-        None if numpy is None else numpy.random.get_state(),
-    )
-
-
-def set_random_states(device: torch.device, states: States) -> None:
-    """Have the generators go on from ``states``."""
-    torch.set_rng_state(states.cpu)
-    if states.device is not None:
-        module_of(device).set_rng_state(states.device, device)
-    random.setstate(states.python)
-    if states.numpy is not None:
-        sys.modules["numpy"].random.set_state(states.numpy)
-
-
-def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the generators from which code of a model draws on ``device``.
-
-    Args:
-        device: that is computed on.
-        seed: below 2**63.
-    """
-    torch.default_generator.manual_seed(seed)
-    if is_accelerator(device):
-        with module_of(device).device(device):
-            module_of(device).manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-class Drawing:
-    """Lets pieces of a forward draw where the piece before stopped, and a piece that runs again what it drew at first.
-
-    So do pieces on several devices, each of which has a generator of its own.
-
-    Args:
-        device: whose generators the first piece goes on from.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._states: dict[tuple[int, bool], States] = {}
-
-    def __call__(self, device: torch.device, unit: int, glue: bool) -> None:
-        """Have what runs next on ``device`` draw: a unit, or the code before it."""
-        if (unit, glue) not in self._states:
-            self._states[unit, glue] = self.states()
-            moves, self._device = device != self._device, device
-            if not moves:
-                return
-        set_random_states(device, self._states[unit, glue])
-
-    def states(self) -> States:
-        """Return where the piece that was first to run last has stopped."""
-        return random_states(self._device)

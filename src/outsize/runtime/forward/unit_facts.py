@@ -42,10 +42,6 @@ class SideEffects:
     constants: frozenset[tuple[int, int]] = frozenset()
     crosses: str = ""
 
-    def constants_of(self, unit: int) -> set[int]:
-        """Return the positions of what ``unit`` returns that have no gradient."""
-        return {at for other, at in self.constants if other == unit}
-
     def __or__(self, other: "SideEffects") -> "SideEffects":
         """Return what either says."""
         return SideEffects(

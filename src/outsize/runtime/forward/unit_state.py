@@ -1,4 +1,4 @@
-"""State that a call of a unit changes besides its output: buffers, attributes, lists, objects, hooks.
+"""State that a call of a unit changes besides its output: buffers, attributes, lists, objects, hooks, generators.
 
 Few units do; a trial tells which (`runtime.trial.effects_trial`). Only of these is the state gone through in a step.
 
@@ -9,20 +9,26 @@ batch has to go whole. What is made once and stays (a table, a cached mask) does
 import dis
 import inspect
 import logging
+import random
 import re
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from outsize.compat.torch_private import buffers_of, forward_hooks_of
+from outsize.accelerators import is_accelerator, module_of
+from outsize.compat.torch_private import (
+    buffers_of,
+    forward_hooks_of,
+    has_hooks_of_all,
+)
 from outsize.compat.transformers_private import OUTPUT_HOOKS
 from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.short_recompute import random_states, set_random_states
 
 _log = logging.getLogger(__name__)
 # Of what code names outside of itself, what it may write into; other objects there belong to libraries.
@@ -256,3 +262,64 @@ class FlightState:
         yield leaves
         if not leaves():
             self._clean = sign
+
+
+def is_watched(unit: nn.Module) -> bool:
+    """Whether forward hooks look at modules inside ``unit``; those with which transformers collects outputs do not."""
+    if has_hooks_of_all():
+        return True
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for module in unit.modules()
+        if module is not unit  # hooks of the unit itself run around it
+        for hooks in forward_hooks_of(module)
+        for hook in hooks.values()
+    )
+
+
+class States(NamedTuple):
+    """States of the random generators; None for absent ones."""
+
+    cpu: Tensor
+    device: Tensor | None
+    python: Any
+    numpy: Any
+
+
+def random_states(device: torch.device) -> States:
+    """Return where the generators are."""
+    of_device = module_of(device).get_rng_state(device) if is_accelerator(device) else None
+    numpy = sys.modules.get("numpy")
+    return States(
+        torch.get_rng_state(),
+        of_device,
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+    )
+
+
+def set_random_states(device: torch.device, states: States) -> None:
+    """Have the generators go on from ``states``."""
+    torch.set_rng_state(states.cpu)
+    if states.device is not None:
+        module_of(device).set_rng_state(states.device, device)
+    random.setstate(states.python)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the generators from which code of a model draws on ``device``.
+
+    Args:
+        device: that is computed on.
+        seed: below 2**63.
+    """
+    torch.default_generator.manual_seed(seed)
+    if is_accelerator(device):
+        with module_of(device).device(device):
+            module_of(device).manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

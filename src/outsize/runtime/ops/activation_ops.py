@@ -32,11 +32,10 @@ from outsize.codecs.codec import DTYPE_NAME, Codec
 from outsize.planner.program.program import Kind, Lane, Op, Program, lane_of
 from outsize.planner.program.stages import Extent, Kept
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.saved_tensors import bytes_of
 from outsize.runtime.forward.staged_run import StagedRun
-from outsize.runtime.ops.context import StepContext, handles
+from outsize.runtime.ops.context import Moved, StepContext, handles
 from outsize.storage.scratch import Scratch
 
 
@@ -249,20 +248,19 @@ class ActivationOps:
         self.up = self.up.and_then(sum(sizes), sum(sizes))
         held.put(content.untyped_storage() for content in contents)
 
-    def make_room(self, op: Op, context: StepContext) -> None:
-        """Take memory for what comes up before the worker computes again; the lane calls that has computed ``op``.
+    def make_room(self, arrival: Op, context: StepContext) -> None:
+        """Take memory for what ``arrival`` brings up; called by the lane that computes, before it does so again.
 
         What it does not know the size of yet is left to the lane that brings it up.
         """
-        for arrival in context.arrivals.get(op, ()):
-            if arrival.microbatch not in context.runs:
-                continue
-            key, run = _find(arrival, context)
-            place, fetched = (key, _CONTENT_OF[arrival.kind]), arrival.kind is Kind.FETCH
-            sizes = self._sizes_below(place)
-            if sizes and (not fetched or key[1] in run.below):
-                into = run.emptied(key[1]) if fetched else ()
-                self._made[place] = _taken(sizes, into, self._device), self._device.here()
+        if arrival.microbatch not in context.runs:
+            return
+        key, run = _find(arrival, context)
+        place, fetched = (key, _CONTENT_OF[arrival.kind]), arrival.kind is Kind.FETCH
+        sizes = self._sizes_below(place)
+        if sizes and (not fetched or key[1] in run.below):
+            into = run.emptied(key[1]) if fetched else ()
+            self._made[place] = _taken(sizes, into, self._device), self._device.here()
 
     def _sizes_below(self, place: tuple[Key, str]) -> list[int]:
         """Return the bytes of each part of what lies below; none where nothing does yet."""

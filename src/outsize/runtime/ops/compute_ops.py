@@ -21,10 +21,10 @@ from outsize.runtime.forward.binding import Binder, Originals
 from outsize.runtime.forward.microbatch import MicrobatchRun
 from outsize.runtime.forward.outer_code import OuterForward
 from outsize.runtime.forward.saved_tensors import Keeping, Selected
-from outsize.runtime.forward.short_recompute import Shortcuts, is_watched, seed_generators
+from outsize.runtime.forward.short_recompute import Shortcuts
 from outsize.runtime.forward.staged_run import StagedRun
 from outsize.runtime.forward.unit_facts import NO_EFFECTS, Needed, SideEffects
-from outsize.runtime.forward.unit_state import UnitState
+from outsize.runtime.forward.unit_state import UnitState, is_watched, seed_generators
 from outsize.runtime.ops.context import Microbatch, Naming, StepContext, handles, slots_used
 from outsize.runtime.ops.load_ops import WeightOps
 

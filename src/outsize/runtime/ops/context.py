@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,24 @@ from outsize.accelerators import catch_up
 from outsize.errors import OutsizeError, model_raised
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program
 from outsize.planner.program.table import ROWS
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.microbatch import MicrobatchRun
-from outsize.runtime.forward.short_recompute import Drawing
+from outsize.runtime.forward.unit_state import States, random_states, set_random_states
+
+
+class Moved(NamedTuple):
+    """Bytes so far.
+
+    Attributes:
+        wire: that went over the link.
+        logical: of elements as they are used, before codecs.
+    """
+
+    wire: int = 0
+    logical: int = 0
+
+    def and_then(self, wire: int, logical: int) -> "Moved":
+        """Return the sum with what moved since."""
+        return Moved(self.wire + wire, self.logical + logical)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +47,33 @@ class Microbatch:
     inputs: Mapping[str, Any]
     divisor: float
     targets: int
+
+
+class Drawing:
+    """Lets pieces of a forward draw where the piece before stopped, and a piece that runs again what it drew at first.
+
+    So do pieces on several devices, each of which has a generator of its own.
+
+    Args:
+        device: whose generators the first piece goes on from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states: dict[tuple[int, bool], States] = {}
+
+    def __call__(self, device: torch.device, unit: int, glue: bool) -> None:
+        """Have what runs next on ``device`` draw: a unit, or the code before it."""
+        if (unit, glue) not in self._states:
+            self._states[unit, glue] = self.states()
+            moves, self._device = device != self._device, device
+            if not moves:
+                return
+        set_random_states(device, self._states[unit, glue])
+
+    def states(self) -> States:
+        """Return where the piece that was first to run last has stopped."""
+        return random_states(self._device)
 
 
 @dataclass(slots=True)

@@ -33,9 +33,8 @@ from outsize.optim.optimizer_spec import GRADIENT, WEIGHTS
 from outsize.optim.shares import shares
 from outsize.planner.memory.step_bytes import NetStaging
 from outsize.planner.program.program import Kind, Op
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE
-from outsize.runtime.ops.context import StepContext, handles
+from outsize.runtime.ops.context import Moved, StepContext, handles
 from outsize.runtime.ops.link_codecs import EncodedWeights, gaps
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.storage.home import Home

@@ -15,9 +15,8 @@ from outsize.model.sizes.model_spec import ModelSpec, UnitSpec
 from outsize.optim.step import clip_coefficient, gradient_norms
 from outsize.planner.program.program import Kind, Op, Program
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, GradientSums, tensor_views
-from outsize.runtime.ops.context import StepContext, handles
+from outsize.runtime.ops.context import Moved, StepContext, handles
 from outsize.runtime.ops.link_codecs import GradientCarrier
 from outsize.runtime.ops.load_ops import typed_plane
 from outsize.storage.home import Home

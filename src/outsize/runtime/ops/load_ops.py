@@ -10,9 +10,8 @@ from outsize.model.sizes.model_spec import ITEMSIZE, FrozenPart, ModelSpec, Unit
 from outsize.optim.optimizer_spec import WEIGHTS
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.driver import Moved
 from outsize.runtime.forward.binding import TORCH_DTYPE, weight_planes
-from outsize.runtime.ops.context import StepContext, handles
+from outsize.runtime.ops.context import Moved, StepContext, handles
 from outsize.runtime.ops.link_codecs import Decoding, EncodedWeights, bring_up
 from outsize.storage.home import Home
 

@@ -14,8 +14,7 @@ from outsize.optim.planes import StatePlanes, UpdateRule, WholeRule
 from outsize.optim.step import step_state, step_whole
 from outsize.planner.program.program import Kind, Op
 from outsize.runtime.device.device import Device
-from outsize.runtime.device.driver import Moved
-from outsize.runtime.ops.context import StepContext, handles
+from outsize.runtime.ops.context import Moved, StepContext, handles
 from outsize.runtime.ops.gradient_ops import GradientOps
 from outsize.runtime.ops.link_codecs import EncodedWeights
 from outsize.storage.home import Home

@@ -38,7 +38,7 @@ from outsize.runtime.device.device import open_device
 from outsize.runtime.forward.binding import Binder, buffers_on, weight_planes, weight_views
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.short_recompute import States
+from outsize.runtime.forward.unit_state import States
 from outsize.runtime.trial.effects_trial import UnitEffects
 from outsize.runtime.trial.live_bytes import LiveBytes, without_trace
 from outsize.runtime.trial.measured import KnownRows, Measured, Row, scale, trial_lengths

@@ -20,8 +20,7 @@ from outsize.compat.torch_private import memory_key, version_of
 from outsize.model.split import Split
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.short_recompute import random_states, set_random_states
-from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.forward.unit_state import UnitState, random_states, set_random_states, untouched
 from outsize.runtime.forward.unit_visit import UnitVisit, is_differentiable, visit_of
 
 

@@ -13,9 +13,8 @@ from outsize.accelerators import module_of
 from outsize.compat import torch_private
 from outsize.compat.torch_private import OperationMode, storage_key, watching
 from outsize.runtime.forward.saved_tensors import ATTENTION, PRODUCTS, is_kept_product
-from outsize.runtime.forward.short_recompute import random_states, set_random_states
 from outsize.runtime.forward.unit_facts import UnitFlops, Yield, Yields
-from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.forward.unit_state import UnitState, random_states, set_random_states, untouched
 
 
 @contextmanager

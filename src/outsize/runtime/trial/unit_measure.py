@@ -15,9 +15,9 @@ from outsize.model.split import Split
 from outsize.model.walk import Modes, UnitCall
 from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.short_recompute import States, Trial, random_states, set_random_states
+from outsize.runtime.forward.short_recompute import Trial
 from outsize.runtime.forward.unit_facts import SideEffects
-from outsize.runtime.forward.unit_state import UnitState, untouched
+from outsize.runtime.forward.unit_state import States, UnitState, random_states, set_random_states, untouched
 from outsize.runtime.forward.unit_visit import Gradients, constants_of, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
