@@ -132,3 +132,28 @@ def test_metrics_are_forgotten_and_one_device_used():
 def test_liger_has_what_puts_its_kernels_into_a_model():
     monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
     assert callable(monkey_patch._apply_liger_kernel_to_instance)
+
+
+def test_caches_say_their_layers_tensors_and_windows():
+    keys = torch.ones(1, 1, 3, 2)
+    grows, crossed = transformers.DynamicCache(), transformers.DynamicCache()
+    grows.update(keys, keys, 0)
+    crossed.update(keys, keys, 0)
+    both = transformers.EncoderDecoderCache(grows, crossed)
+    assert transformers_private.cache_layers(grows) == (grows.layers, [])
+    assert transformers_private.cache_layers(both) == (grows.layers, crossed.layers)
+    (layer,) = grows.layers
+    assert {name for name, _ in transformers_private.cached_tensors(layer)} == {"keys", "values"}
+    assert transformers_private.window_length(layer) <= 0
+    sliding = transformers.LlamaConfig(
+        num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=4
+    )
+    (window,) = transformers.DynamicCache(config=sliding).layers
+    assert transformers_private.window_length(window) == 4
+
+
+def test_attention_says_which_layer_of_a_cache_it_uses():
+    model = zoo.build("llama")
+    blocks = [module for name, module in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
+    assert [transformers_private.layer_numbers(block) for block in blocks] == [[0], [1]]
+    assert transformers_private.layer_numbers(torch.nn.Linear(1, 1)) == []

@@ -31,6 +31,31 @@ def attention_functions() -> list[Any]:
     return [*ALL_ATTENTION_FUNCTIONS.values(), *ALL_MASK_ATTENTION_FUNCTIONS.values()]
 
 
+def cache_layers(cache: Any) -> tuple[list[Any], list[Any]]:
+    """Return the layers of a cache that grow with a text, and those over what an encoder has read, which do not."""
+    crossed = getattr(cache, "cross_attention_cache", None)
+    grow = getattr(cache, "self_attention_cache", cache)
+    return list(getattr(grow, "layers", ())), list(getattr(crossed, "layers", ()))
+
+
+def cached_tensors(layer: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors that a layer of a cache holds, by attribute."""
+    return [
+        (name, value) for name, value in vars(layer).items() if isinstance(value, Tensor) and value.numel()
+    ]
+
+
+def window_length(layer: Any) -> int:
+    """Return how many tokens a layer of a cache shows at most; 0 or less for all of a text."""
+    return int(getattr(layer, "get_max_length", lambda: -1)())
+
+
+def layer_numbers(unit: nn.Module) -> list[int]:
+    """Return which layers of a cache a unit uses, as its attention has been told."""
+    indices = (getattr(module, "layer_idx", None) for module in unit.modules())
+    return sorted({number for number in indices if isinstance(number, int)})
+
+
 def initialize(model: nn.Module, module: nn.Module) -> None:
     """Draw the parameters of ``module``, a part of ``model``, as a new model draws them."""
     untyped: Any = model

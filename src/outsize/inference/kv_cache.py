@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from outsize.compat import torch_private
 from outsize.compat.torch_private import num_holders
+from outsize.compat.transformers_private import cache_layers, cached_tensors, layer_numbers, window_length
 from outsize.errors import InfeasiblePlanError
 from outsize.runtime.device.device import Device
 from outsize.runtime.trial.live_bytes import LiveBytes
@@ -154,19 +155,16 @@ def find_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return None
 
 
-def layers_of(cache: Any) -> Iterator[Any]:
+def layers_of(cache: Any) -> list[Any]:
     """The layers of a cache; of one for encoder and decoder, both its caches'."""
-    for part in (
-        getattr(cache, "self_attention_cache", cache),
-        getattr(cache, "cross_attention_cache", None),
-    ):
-        yield from getattr(part, "layers", ())
+    grow, crossed = cache_layers(cache)
+    return grow + crossed
 
 
 def cache_bytes(cache: Any, hosted: bool = False) -> int:
     """Bytes that a cache holds: whole storages, since a sliding window is a view of more; if hosted, those in use."""
     if hosted:
-        return sum(tensor.nbytes for layer in layers_of(cache) for _, tensor in _tensors(layer))
+        return sum(tensor.nbytes for layer in layers_of(cache) for _, tensor in cached_tensors(layer))
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
         for layer in layers_of(cache)
@@ -188,10 +186,10 @@ def hosted_bytes(cache: Any, rows: int, length: int, *, reorders: bool) -> int:
 
 
 def _grown_sizes(cache: Any, rows: int, length: int) -> Iterator[int]:
-    crossed = getattr(cache, "cross_attention_cache", None)
-    yield from (tensor.nbytes for layer in getattr(crossed, "layers", ()) for _, tensor in _tensors(layer))
-    for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
-        for name, tensor in _tensors(layer):
+    grow, crossed = cache_layers(cache)
+    yield from (tensor.nbytes for layer in crossed for _, tensor in cached_tensors(layer))
+    for layer in grow:
+        for name, tensor in cached_tensors(layer):
             num_bytes = tensor.nbytes
             if name in GROWING and tensor.dim() >= 2:
                 num_bytes = num_bytes * max(rows, len(tensor)) // len(tensor)
@@ -201,13 +199,13 @@ def _grown_sizes(cache: Any, rows: int, length: int) -> Iterator[int]:
 
 def _grown_length(layer: Any, now: int, length: int) -> int:
     """Tokens that a layer holds of a text of ``length``; of a window those that it shows."""
-    most = getattr(layer, "get_max_length", lambda: -1)()
+    most = window_length(layer)
     return max(now, length if most <= 0 else min(length, most))
 
 
 def bytes_above(cache: Any, num_bytes: int) -> int:
     """Bytes on the device of a cache that rests on the host: a layer that came up, and the longer one made of it."""
-    return num_bytes * 2 // max(sum(1 for _ in layers_of(cache)), 1)
+    return num_bytes * 2 // max(len(layers_of(cache)), 1)
 
 
 def check_growth(cache: Any, growth: Growth, shortage: Callable[[Growth], Mapping[str, int]]) -> None:
@@ -255,7 +253,7 @@ class HostedCache:
 
     def __init__(self, device: Device, modules: Sequence[nn.Module], arena: Arena) -> None:
         self._device, self._arena = device, arena
-        self._layers_of = [_numbers(unit) for unit in modules]
+        self._layers_of = [layer_numbers(unit) for unit in modules]
         self._room: dict[tuple[int, str], Tensor] = {}
         self._shown: dict[tuple[int, str], Tensor] = {}
         self.bytes_moved = 0
@@ -272,10 +270,10 @@ class HostedCache:
         Raises:
             BudgetExceededError: the host has no room for what is new.
         """
-        layers = list(layers_of(cache))
+        layers = layers_of(cache)
         used = [(index, layers[index]) for index in self._layers_of[unit] if index < len(layers)]
         for index, layer in used:
-            for name, tensor in _tensors(layer):
+            for name, tensor in cached_tensors(layer):
                 if tensor is not self._shown.get((index, name)):  # beams were put into another order, say
                     self._shown.pop((index, name), None)
                 above = torch.empty_like(tensor, device=self._device.torch_device)
@@ -286,7 +284,7 @@ class HostedCache:
             yield
         finally:
             for index, layer in used:
-                for name, tensor in _tensors(layer):
+                for name, tensor in cached_tensors(layer):
                     setattr(layer, name, self._down((index, name), tensor, layer, length))
 
     @property
@@ -330,15 +328,3 @@ class HostedCache:
         if room is not None and room is not self._room[key]:
             self._arena.give_back(room)  # behind the copy, and so behind those up from there
         return below
-
-
-def _numbers(unit: nn.Module) -> list[int]:
-    """Which layers of a cache a unit uses, as its attention has been told."""
-    indices = (getattr(module, "layer_idx", None) for module in unit.modules())
-    return sorted({number for number in indices if isinstance(number, int)})
-
-
-def _tensors(layer: Any) -> list[tuple[str, Tensor]]:
-    return [
-        (name, value) for name, value in vars(layer).items() if isinstance(value, Tensor) and value.numel()
-    ]
