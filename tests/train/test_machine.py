@@ -14,6 +14,8 @@ from outsize.hardware.host_memory import read_host_memory
 from outsize.session.job import machine as module
 from outsize.session.job.machine import RunMachine, available_ram_bytes, describe_machine
 from outsize.streamed.spec import choose_dtype, devices_of, dtype_chosen
+from outsize.training.run import train
+from tiny import tiny_run
 
 GIB = 2**30
 
@@ -198,6 +200,13 @@ def test_the_tier_below_the_device(memory: dict, home: str, below: str, tmp_path
 def test_a_gpu_that_is_not_there_is_an_error_with_advice(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cuda:0, but torch .* sees 0 CUDA devices; use --device cpu, or "):
         described(MemoryConfig(device="cuda"), GIB, tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_run_on_a_gpu_that_is_not_there_is_refused_where_its_memory_was_named(tmp_path: Path):
+    memory = {"device": "cuda:0", "home": "host", "device_memory": "512MiB"}
+    with pytest.raises(ConfigError, match=r"torch .* sees 0 CUDA devices"):
+        train(tiny_run(tmp_path, memory=memory))
 
 
 @pytest.mark.parametrize(("state_gib", "home"), [(1, "host"), (6, "host"), (7, "disk")])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from outsize.accelerators import uuids_of
+from outsize.accelerators import check_here, uuids_of
 from outsize.checkpoint import run_checkpoint, trainer_checkpoint
 from outsize.checkpoint.begun_adapters import with_begun_adapters
 from outsize.checkpoint.checkpoint_state import (
@@ -190,6 +190,7 @@ def _open(
     progress: Progress | None,
 ) -> Run:
     """Open the trainer and all that watches it, and go on from the checkpoint and home that are ``saved``."""
+    check_here(prepared.machine.devices)
     own_dir, announce, (resumed, record) = ranks.own_dir, ranks.announce, saved
     peak, flops = _computing(prepared, announce)
     # Until here nothing was kept: what is measured and tokenised must not leave holes in the heap of the run.

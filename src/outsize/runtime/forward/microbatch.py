@@ -177,9 +177,9 @@ class MicrobatchRun:
     def _set_waiting(self, unit: int, visit: UnitVisit, returned: Returned) -> None:
         """Have the tensors of ``unit`` wait, cut from their history, until the model goes on."""
         self._waiting, visit.box = cut(returned.leaves), Gradients(returned.leaves, self._gate)
-        here, known = constants_of(returned.leaves), self._effects.constants
+        here, pairs = constants_of(returned.leaves), self._effects.constants
         plain = (i for i, leaf in enumerate(returned.leaves) if not leaf.requires_grad)
-        self._constants = {i for i in plain if i in here or (unit, i) in known}
+        self._constants = {i for i in plain if i in here or (unit, i) in pairs}
         self._returned = Returned([], returned.outline)
         self._box = visit.box if self._tracked[unit] else None
 
