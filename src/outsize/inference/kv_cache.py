@@ -224,13 +224,14 @@ def check_growth(cache: Any, growth: Growth, shortage: Callable[[Growth], Mappin
         least, most = (least, middle) if shortage(replace(growth, length=middle)) else (middle, most)
     left = least - (growth.length - growth.num_new)
     advice = f"lower max_new_tokens to {left}" if left > 0 else "shorten the prompt"
+    fewer = "take fewer texts at once, " if growth.rows > 1 else ""
     memories = (" or " if len(short) == 1 else " and ").join(
         f"{tier}_memory" for tier in {"device": 0, **short}
     )
     raise InfeasiblePlanError(
         f"keys and values of {growth.rows} x {growth.length} tokens ({growth.num_new} of each new) take "
         f"{format_bytes(grown_bytes(cache, growth.rows, growth.length))}, and beside the forward and a unit there is "
-        f"room for {least} tokens; {advice}, take fewer texts at once, or raise {memories}",
+        f"room for {least} tokens; {advice}, {fewer}or raise {memories}",
         short,
     )
 
