@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -138,3 +139,11 @@ def test_the_page_of_models_has_tried_all_that_the_tests_train():
     results = {result for row in rows for result in row[4:9]}
     assert {result.partition(" ")[0] for result in results} <= {"equal", "no"}  # no linear layer
     assert all(row[9].startswith(("equal", "no: ")) for row in rows)
+
+
+def test_what_papers_are_beside_is_what_the_bench_has_predicted():
+    result = json.loads((ROOT / "bench" / "results" / "documents_2026-11.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    rates = [row["tokens_per_s"] for part in ("guide", "roundpipe") for row in result[part].values()]
+    rates += [row["predicted"] for name, row in result["velocity"].items() if name.endswith("tokens/s")]
+    assert [f"{rate:,.0f}" for rate in rates if f"{rate:,.0f}" not in page] == []
