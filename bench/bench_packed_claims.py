@@ -33,7 +33,7 @@ from outsize.cli.plan.plan_question import Asked, ask
 from outsize.codecs.codec import measure
 from outsize.codecs.transport import Transport
 from outsize.planner.predict.decision_search import planned_at
-from outsize.planner.predict.fits import fits_at_all
+from outsize.planner.predict.question import fits_at_all
 from outsize.planner.search.step_plan import Budgets
 from outsize.units import format_bytes, format_count
 

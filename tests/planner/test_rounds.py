@@ -10,8 +10,8 @@ from outsize.errors import InfeasiblePlanError
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision
 from outsize.planner.predict.decision_search import decide, planned_at
-from outsize.planner.predict.fits import fits_at_all
 from outsize.planner.predict.prediction import predict
+from outsize.planner.predict.question import fits_at_all
 from outsize.planner.program.program import Kind
 from outsize.planner.program.stages import Choice
 from outsize.planner.search.microbatch_search import NEAR

@@ -14,8 +14,8 @@ from outsize.planner.predict.alternatives import (
     Alternative,
     managed_tokens_per_s,
 )
-from outsize.planner.predict.fits import fits_at_all
 from outsize.planner.predict.prediction import Prediction
+from outsize.planner.predict.question import fits_at_all
 from outsize.units import format_bytes
 
 # Of a step: what waits longer is warned of.

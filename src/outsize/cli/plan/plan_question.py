@@ -32,9 +32,8 @@ from outsize.hardware.machine_spec import (
     Machine,
 )
 from outsize.model.sizes.model_spec import ModelSpec
-from outsize.planner.predict.fits import fits_at_all, fits_encoded
 from outsize.planner.predict.prediction import Prediction
-from outsize.planner.predict.question import Question
+from outsize.planner.predict.question import Question, fits_at_all, fits_encoded
 from outsize.planner.search.step_plan import Budgets
 from outsize.session.job.job_options import options_for, question_for
 from outsize.units import format_bytes, parse_count

@@ -26,8 +26,7 @@ from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.memory.memory_table import Demand, Tier
 from outsize.planner.memory.step_bytes import packed_bytes
 from outsize.planner.predict.decision import Decision
-from outsize.planner.predict.fits import tiers_of
-from outsize.planner.predict.question import MicrobatchCost, Question
+from outsize.planner.predict.question import MicrobatchCost, Question, tiers_of
 from outsize.planner.search.forward_plan import why_not_resident
 from outsize.planner.search.microbatch_search import (
     NEAR,

@@ -1,4 +1,4 @@
-"""What is to be decided: a model, a machine, a step, what a microbatch takes, and the memory that may be used."""
+"""What is to be decided: a model, a machine, a step, what a microbatch takes, the memory, and whether anything fits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -7,7 +7,9 @@ from math import inf
 from typing import Any, TypedDict
 
 from outsize.choices import Home
+from outsize.codecs.codec_spec import LOSSLESS3
 from outsize.codecs.transport import CodecRates, Transport, Wire
+from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import Figure, Machine
 from outsize.model.sizes.model_spec import ModelSpec, Workload
 from outsize.optim.optimizer_spec import StateLayout
@@ -15,8 +17,9 @@ from outsize.planner.memory.memory_table import Demand, Tier, gradients_at_home
 from outsize.planner.program.stages import Extent
 from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.offload_balance import UnitRates
+from outsize.planner.search.plan_stages import fits_stages
 from outsize.planner.search.sizing import PlanOptions
-from outsize.planner.search.step_plan import Budgets
+from outsize.planner.search.step_plan import Budgets, shortage_of
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes, parts_s, step_pace
 from outsize.planner.simulate.gpu_times import SharedRates, unit_times
 
@@ -270,3 +273,36 @@ def exchange_of(question: Question) -> Exchange:
 def node_assumptions(question: Question) -> tuple[str, ...]:
     """Return what is taken for granted of several nodes, for people."""
     return () if question.nodes == 1 else NODES
+
+
+def tiers_of(question: Question) -> tuple[Tier, ...]:
+    """Return where the home may be, the fastest first.
+
+    Raises:
+        ConfigError: on a disk that the machine does not have.
+    """
+    homes: dict[str, tuple[Tier, ...]] = {"host": ("host",), "disk": ("disk",), "auto": ("host", "disk")}
+    if question.home == "disk" and question.machine.disk is None:
+        raise ConfigError(f"{question.machine.name} has no disk to keep anything on")
+    return homes[question.home] if question.machine.disk is not None else ("host",)
+
+
+def fits_at_all(question: Question) -> bool:
+    """Return whether anything fits with the microbatches that ``question`` names; nothing is simulated."""
+    count = question.microbatches
+    assert count is not None
+    one, sizes = question.microbatch(count), list(question.round_sizes(count))
+
+    def fits(tier: Tier, size: int) -> bool:
+        options = question.options_for(count, tier, one.times, size)
+        if options.num_workers > 1:
+            return fits_stages(question.model, one.demand, question.budgets, options)
+        return not shortage_of(question.model, one.demand, question.budgets, options)
+
+    # The smallest round asks for the least, one of all microbatches for the least at home.
+    return any(fits(tier, size) for tier in tiers_of(question) for size in {sizes[-1], sizes[0]})
+
+
+def fits_encoded(question: Question) -> bool:
+    """Return whether anything fits with weights as the codec that takes the fewest bytes writes them."""
+    return fits_at_all(question.deciding(transport=Transport(weights=LOSSLESS3.name)))
