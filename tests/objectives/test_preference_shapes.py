@@ -11,7 +11,7 @@ from data.conftest import make_tokenizer
 from objectives.test_objectives import make_run
 from outsize.data.chat import ChatTemplate
 from outsize.errors import DataError
-from outsize.objectives.objective_records import as_dataset, as_read, read_rows
+from outsize.objectives.objective_records import as_dataset, as_read, as_texts, begun_once, read_rows
 from outsize.objectives.recipes import RECIPES
 
 datasets = pytest.importorskip("datasets")
@@ -239,14 +239,27 @@ def test_no_tools_are_none_however_they_are_written(read):
         assert read("dpo", {**PAIR, "tools": tools}) == ([PAIR], [])
 
 
-def test_orpo_says_that_it_offers_no_tools(read):
-    assert read("orpo", {**PAIR, "tools": TOOLS})[1] == [
-        next(
-            note
-            for note in read("orpo", {**PAIR, "tools": TOOLS})[1]
-            if "not used: tools (1 records)" in note
-        )
-    ]
+def test_orpo_offers_tools_and_takes_arguments_of_the_template(read):
+    tokenizer = make_tokenizer((Path(trl.__file__).parent / "chat_templates" / "glm4moe.jinja").read_text())
+    more = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}}
+    rows, notes = read("orpo", {**PAIR, **more}, PAIR)
+    assert notes == []
+    with_tools, plain = as_texts(rows, tokenizer)
+    assert '"look"' in with_tools["prompt"]
+    assert "q/nothink" in with_tools["prompt"]
+    assert plain == trl.apply_chat_template(PAIR, tokenizer)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "orpo"])
+def test_a_text_that_begins_as_the_tokenizer_begins_texts_has_that_once(objective: str, read):
+    tokenizer = make_tokenizer(bos=True)
+    pair = {"prompt": "q", "chosen": "good", "rejected": "bad", "completion": "good", "label": True}
+    (row,), _ = read(objective, {**pair, "prompt": "<s>q"})
+    assert begun_once(row, tokenizer)["prompt"] == "q"
+    assert begun_once(row, make_tokenizer())["prompt"] == "<s>q"
+    if objective == "reward":
+        (row,), _ = read(objective, {"chosen": "<s>good", "rejected": "bad"})
+        assert begun_once(row, tokenizer) == {"chosen": "good", "rejected": "bad"}
 
 
 def test_the_margin_of_a_pair_counts_for_a_reward_and_is_told_elsewhere(read):

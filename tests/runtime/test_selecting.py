@@ -114,6 +114,16 @@ def test_a_recompute_that_runs_other_operations_is_found_out():
         linear(x, weight)
 
 
+def test_a_recompute_whose_groups_end_elsewhere_is_found_out():
+    x, experts = torch.randn(6, 8, requires_grad=True), torch.randn(2, 8, 4)
+    selected = Selected(None)
+    with selected.recording():
+        nn.functional.grouped_mm(x, experts, offs=torch.tensor([2, 6], dtype=torch.int32))
+    selected.rewind()
+    with pytest.raises(DivergedError), selected.replaying():
+        nn.functional.grouped_mm(x, experts, offs=torch.tensor([3, 6], dtype=torch.int32))
+
+
 def test_what_draws_random_numbers_leaves_the_generator_as_it_did(monkeypatch: pytest.MonkeyPatch):
     drop = torch.ops.aten.native_dropout.default
     monkeypatch.setattr("outsize.runtime.forward.saved_tensors.ATTENTION", frozenset({drop}))

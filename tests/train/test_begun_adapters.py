@@ -375,6 +375,15 @@ def test_what_is_not_trained_on_exactly_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_adapters_as_the_model_beside_other_adapters_are_refused(begun: Path, tmp_path: Path):
+    other = shutil.copytree(begun / "adapters", tmp_path / "other")
+    config = run_of(begun, lora={"from": str(other)}, run_dir=str(tmp_path / "run"))
+    model = config.model.model_copy(update={"path": str(begun / "adapters")})
+    with pytest.raises(ConfigError, match=r"model.path: .* holds adapters, and lora.from names others"):
+        outsize.train(config.model_copy(update={"model": model}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_adapters_of_another_model_than_is_trained_are_told(begun: Path, tmp_path: Path):
     other = make_model_dir(tmp_path / "other", "llama")
     config = run_of(begun, lora={"from": str(begun / "adapters")}, steps=1, run_dir=str(tmp_path / "run"))

@@ -18,7 +18,7 @@ from outsize.compat.transformers_private import encodes_as_the_library
 from outsize.data.chat import ChatTemplate
 from outsize.data.chat.reply_spans import Span
 from outsize.data.reading.formats import Document
-from outsize.data.reading.text_records import PIECE_CHARS
+from outsize.data.reading.text_records import PIECE_CHARS, refuse
 from outsize.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ logger = logging.getLogger(__name__)
 BATCH_CHARS = PIECE_CHARS * min(max(os.cpu_count() or 1, 4), 32)
 BATCH_DOCUMENTS = 256
 _EOS_REACH = 4  # a chat template that closes a conversation does so this near its end
-
-
-def _refuse(error: DataError) -> None:
-    raise error
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ class Encoder:
         eos: bool,
         masked: bool,
         template: str | None = None,
-        forgive: Callable[[DataError], None] = _refuse,
+        forgive: Callable[[DataError], None] = refuse,
     ) -> None:
         if masked and not tokenizer.is_fast:
             raise DataError(
@@ -125,7 +121,7 @@ class Encoder:
         self._forgive = forgive
         self.chat = ChatTemplate(tokenizer, template)
         self.has_named_template = template is not None
-        self._prefix, suffix = _added_tokens(tokenizer)
+        self._prefix, suffix = added_tokens(tokenizer)
         self._eos_id: int | None = tokenizer.eos_token_id
         self._suffix = suffix if suffix or self._eos_id is None else [self._eos_id]
         if not eos:
@@ -260,7 +256,7 @@ def _mask(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.uint8]:
     return trained
 
 
-def _added_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+def added_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the ids that the tokenizer puts before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]

@@ -88,10 +88,12 @@ def open_data(
         DataError: data that is empty, malformed, or does not fit the model; with file and line where there is one.
         StorageError: the cache cannot be written.
     """
-    corpora = _as_corpora(source)
+    source = Corpus(path=source) if isinstance(source, str | Path) else source
+    corpora = [source] if isinstance(source, Corpus) else source
     _check_limits(corpora, seq_len, limits)
-    if window is not None:
-        _check_is_one_stream(corpora, pack)
+    is_one = pack == "stream" and len(corpora) == 1 and not corpora[0].split and corpora[0].weight == 1
+    if window is not None and not is_one:
+        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
     first = None if window is None else window * seq_len
     making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
     with ExitStack() as unless_used:
@@ -113,11 +115,6 @@ def open_data(
         assert isinstance(combined, Packed)
         num_bytes = find_sources(Path(corpora[0].path), corpora[0].glob).num_bytes
         return WindowedDataset(combined, detections[0], seed=seed, window=window, num_bytes=num_bytes)
-
-
-def _check_is_one_stream(corpora: Sequence[Corpus], pack: Packing) -> None:
-    if pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1:
-        raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
 
 
 def _laid_out(
@@ -143,12 +140,6 @@ def _part_of(layout: PackedLayout, corpus: Corpus, seed: int) -> PackedLayout:
     if corpus.held:
         return HeldPart(layout, 0, count, seed)
     return HeldPart(layout, count, layout.num_sequences - count, seed)
-
-
-def _as_corpora(source: str | Path | Corpus | Sequence[Corpus]) -> Sequence[Corpus]:
-    if isinstance(source, str | Path):
-        return [Corpus(path=source)]
-    return [source] if isinstance(source, Corpus) else source
 
 
 @dataclass(frozen=True)
@@ -314,11 +305,14 @@ def _detect(
     if not writer.num_trained:
         raise DataError(f"{where}: no token is trained: no completion or assistant message holds text")
     ids, trained = writer.first_document()
+    mask_source = encoder.chat.mask_source if reader.num_conversations else "after the prompt"
+    if reader.detect() == "text" or reader.corpus.train_on == "all":
+        mask_source = "all tokens"
     return Detected(
         format=reader.detect(),
         forced=reader.corpus.format != "auto",
         fields=reader.fields,
-        mask_source=_mask_source(reader, encoder),
+        mask_source=mask_source,
         num_files=reader.num_files,
         num_skipped_files=reader.num_skipped_files,
         num_documents=writer.num_documents,
@@ -348,13 +342,6 @@ def _without_effect(reader: DocumentReader, encoder: Encoder) -> Iterator[str]:
     for key, is_given in (("roles", corpus.roles), ("template", encoder.has_named_template)):
         if is_given and not reader.num_conversations:
             yield f"data.{key} has no effect: no record is a conversation"
-
-
-def _mask_source(reader: DocumentReader, encoder: Encoder) -> str:
-    format_name = reader.detect()
-    if format_name == "text" or reader.corpus.train_on == "all":
-        return "all tokens"
-    return encoder.chat.mask_source if reader.num_conversations else "after the prompt"
 
 
 def _detect_tokens(

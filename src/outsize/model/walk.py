@@ -20,6 +20,7 @@ model goes on.
 """
 
 import contextlib
+import contextvars
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -345,6 +346,8 @@ class Walk:
         self._coroutine.modes = modes = Modes.of_now()
         self._coroutine.inferring = torch.is_inference_mode_enabled()
         try:
+            if not self._started:
+                self._coroutine.gr_context = contextvars.copy_context()
             result = self._coroutine.switch(outputs) if self._started else self._coroutine.switch()
         finally:
             modes.take()

@@ -18,7 +18,7 @@ from outsize.data.packed_dataset import PackedDataset
 from outsize.errors import ConfigError, DataError
 from outsize.model.build import is_masked
 from outsize.objectives.objective_models import Row
-from outsize.objectives.objective_records import Classes, as_dataset, as_read, as_texts, read_rows
+from outsize.objectives.objective_records import Classes, as_dataset, as_read, as_texts, begun_once, read_rows
 from outsize.objectives.recipes import RECIPES, ROW, Recipe, TeacherLogits, teacher_logits_of
 from outsize.storage.directory import temporary_directory
 from outsize.training.defaults import settle
@@ -134,6 +134,8 @@ def _for_trl(
         end = reply_end(chat.render)
     else:
         _tell_idle(config, announce)
+        rows = [begun_once(row, tokenizer) for row in rows]
+        measured = measured and [begun_once(row, tokenizer) for row in measured]
     return Prepared(
         tokenizer=tokenizer,
         rows=as_dataset(rows),
@@ -172,7 +174,10 @@ def _encoded(
     changes: dict[str, Any] = {}
     collate: Any
     if objective == "classify":
-        classes = Classes([row["label"] for row in splits[0]], _known_classes(files))
+        kinds = getattr(files.hf_config, "architectures", None) or ()
+        has_learnt = any(kind.endswith("SequenceClassification") for kind in kinds)
+        known = dict(files.hf_config.label2id) if has_learnt else {}
+        classes = Classes([row["label"] for row in splits[0]], known)
         changes, collate = classes.changes, DataCollatorWithPadding(tokenizer)
 
         def encode(row: Row) -> Row:
@@ -209,16 +214,6 @@ def _ended(ids: list[int], tokenizer: Any, seq_len: int) -> list[int]:
     """Return tokens, cut to ``seq_len``, and the one that ends them."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return ids if ids[-1:] == end else [*ids[: seq_len - len(end)], *end]
-
-
-def _known_classes(files: ModelFiles) -> dict[str, int]:
-    """Return the classes that a model has learnt already."""
-    kinds = getattr(files.hf_config, "architectures", None) or ()
-    return (
-        dict(files.hf_config.label2id)
-        if any(kind.endswith("SequenceClassification") for kind in kinds)
-        else {}
-    )
 
 
 class PairCollator:

@@ -12,6 +12,7 @@ from typing import Any
 
 from outsize.config import Config
 from outsize.data.chat import ChatTemplate
+from outsize.data.encode import added_tokens
 from outsize.data.reading.conversations import TRUTHS, listed, read_template_arguments
 from outsize.data.reading.corpus_files import Corpus, Tolerance, find_sources
 from outsize.data.reading.documents import read_records
@@ -82,9 +83,18 @@ def as_read(chat: ChatTemplate, row: Row, where: str) -> Row:
 
 
 def as_texts(rows: Sequence[Row], tokenizer: Any) -> list[Row]:
-    """Return conversations of pairs as the texts that TRL makes of them by the tokenizer's template."""
+    """Return conversations of pairs as the texts that TRL makes of them by the template, tools offered."""
     trl: Any = importlib.import_module("trl.data_utils")
-    return [trl.apply_chat_template(trl.maybe_extract_prompt(row), tokenizer) for row in rows]
+    return [trl.apply_chat_template(row, tokenizer, json.loads(row.get("tools") or "null")) for row in rows]
+
+
+def begun_once(row: Row, tokenizer: Any) -> Row:
+    """Return texts without the token that begins a text, where the tokenizer puts one there itself, as sft has it."""
+    begin = tokenizer.bos_token
+    if not begin or added_tokens(tokenizer)[0] != [tokenizer.bos_token_id]:
+        return row
+    first = {"prompt"} if row.get("prompt") else {"chosen", "rejected", "completion"}
+    return {name: v.removeprefix(begin) if name in first else v for name, v in row.items()}
 
 
 def as_dataset(rows: list[Row]) -> Any:

@@ -67,13 +67,12 @@ class Recipe:
 
 
 _CLASSES: Final[dict[str, Any]] = {"auto": "AutoModelForSequenceClassification", "task": "SEQ_CLS"}
-_PAIRS: Final[dict[str, Any]] = {"fields": ("chosen", "rejected"), "optional": ("prompt",)}
 _OFFERED: Final = ("tools", "chat_template_kwargs")
-_PAIRS_OFFERED: Final = {**_PAIRS, "optional": ("prompt", *_OFFERED)}
+_PAIRS: Final[dict[str, Any]] = {"fields": ("chosen", "rejected"), "optional": ("prompt", *_OFFERED)}
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     "dpo": Recipe(
-        trainer="trl:DPOTrainer", arguments="trl:DPOConfig", takes_head=True, compares=True, **_PAIRS_OFFERED
+        trainer="trl:DPOTrainer", arguments="trl:DPOConfig", takes_head=True, compares=True, **_PAIRS
     ),
     "orpo": Recipe(
         trainer="trl.experimental.orpo:ORPOTrainer",

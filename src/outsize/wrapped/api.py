@@ -172,7 +172,8 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     model = open_wrapped(name, settings, built, adapters)
     if not trainable:
         model.eval()
-    return _recorded(model, run_dir, _discard)
+    # Nobody has the model where this fails; it may be larger than host memory.
+    return _recorded(model, run_dir, lambda model: runner_of(model).close())
 
 
 def _auto_of(name: str, trust_remote_code: bool, head: str) -> str | None:
@@ -335,11 +336,6 @@ def _take_own(model: nn.Module) -> None:
     take_eager(model)
     take_plain(model)
     take_native(model)
-
-
-def _discard(model: nn.Module) -> None:
-    """Free all that streams a model which nobody has; it may be larger than host memory."""
-    runner_of(model).close()
 
 
 def _recorded(

@@ -10,13 +10,14 @@ the full batch. Where the caller passes ``num_items_in_batch`` the model divides
 
 What a call may not ask for is refused before anything is computed. The caller's graph ends at the call: each microbatch
 gets leaves of its own for tensors that train (vectors in the place of tokens, a prompt), and what arrives there is put
-together for the node behind the outputs, which hands it on. The caller's autocast belongs to its thread, and is made
-again in the thread that computes.
+together for the node behind the outputs, which hands it on. The caller's autocast and context variables belong to its
+thread, and are made again in the thread that computes.
 """
 
 import contextlib
+import contextvars
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.errors import ConfigError, DataError
+from outsize.errors import ConfigError, DataError, ModelError
 
 _log = logging.getLogger(__name__)
 IGNORED = -100
@@ -281,3 +282,26 @@ class Autocast:
         for kind, dtype in self.dtypes:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         return stack
+
+
+@contextlib.contextmanager
+def surroundings(autocast: Autocast, caller: contextvars.Context) -> Iterator[None]:
+    """Have code of the model run under an autocast and with the context variables of the ``caller``.
+
+    Raises:
+        ModelError: the code sets one, which whoever comes next would not find.
+    """
+    given = [(variable, variable.set(value)) for variable, value in caller.items()]
+    before = contextvars.copy_context()
+    try:
+        with autocast.enter():
+            yield
+        for variable, value in contextvars.copy_context().items():
+            if before.get(variable, before) is not value:
+                raise ModelError(
+                    f"the model's code sets the context variable {variable.name!r}, which layers and callers do not "
+                    "see, since they run in other threads; pass it as an argument"
+                )
+    finally:
+        for variable, token in reversed(given):
+            variable.reset(token)

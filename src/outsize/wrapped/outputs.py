@@ -90,7 +90,7 @@ class _Leaf:
             return first if all(alike) else None
         self.tracked = self._differs
         shares = [v / divisor for v, divisor in zip(values, divisors, strict=True) if not math.isinf(divisor)]
-        return _sum(shares) if first.is_floating_point() else first
+        return sum(shares[1:], shares[0]) if first.is_floating_point() else first
 
     def deal(self, gradient: Tensor, divisors: tuple[float, ...]) -> list[Tensor | None]:
         """Return the part of a gradient of the joined value that each microbatch's own has."""
@@ -250,13 +250,6 @@ def _shell(output: Any) -> Any:
     made = copy.copy(output)
     vars(made).clear()
     return made
-
-
-def _sum(shares: list[Tensor]) -> Tensor:
-    total = shares[0]
-    for share in shares[1:]:
-        total = total + share
-    return total
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -12,6 +12,7 @@ The story of a step in the caller's loop:
 Between passes the modules hold the parameters that rest at home; while a pass runs, views of slots.
 """
 
+import contextvars
 import gc
 import logging
 import weakref
@@ -151,7 +152,7 @@ class Runner(Inferring):
             number=self._number(model, seeded=len(sizes) > 1),
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
-            ambient=autocast.enter,
+            ambient=partial(batching.surroundings, autocast, contextvars.copy_context()),
             drawing=Drawing(self._device) if len(sizes) == 1 else None,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,

@@ -92,8 +92,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 # What is looked after elsewhere, of an assistant; and what says nothing that a model would learn.
-_OF_REPLIES = {"tool_calls", *REASONING_FIELDS}
-_OF_RESULTS = {"name"}
+_LOOKED_AFTER = {"assistant": {"tool_calls", *REASONING_FIELDS}, "tool": {"name"}}
 # fmt: off
 _BOOKKEEPING = {
     "role", "content", "id", "tool_call_id", "call_id", "uuid", "message_id", "parent_id", "parent", "index", "idx",
@@ -127,7 +126,7 @@ class UnreadFields:
             render: renders messages by the template, with ``given`` or what is given instead.
         """
         for number, message in enumerate(messages):
-            looked_after = _looked_after(message["role"])
+            looked_after = _BOOKKEEPING | _LOOKED_AFTER.get(message["role"], set())
             for name, value in message.items():
                 if name in looked_after or value in (None, "", [], {}):
                     continue
@@ -147,10 +146,6 @@ class UnreadFields:
         is_new = what not in self._looked_at
         self._looked_at.add(what)
         return is_new
-
-
-def _looked_after(role: str) -> set[str]:
-    return _BOOKKEEPING | {"assistant": _OF_REPLIES, "tool": _OF_RESULTS}.get(role, set())
 
 
 def _is_same(

@@ -152,7 +152,9 @@ class Borders:
             if n + 1 < len(blocks) and n == numbers[-1] and turn + 1 == len(self._reading.messages):
                 raise DataError("writes words of a message before it behind it")
             # What the reply says elsewhere is taken away to see what stands around this part.
-            shown = self._reading.veiled.messages if len(numbers) == 1 else self._without_text(turn)
+            shown = list(self._reading.veiled.messages)
+            if len(numbers) > 1:
+                shown[turn] = {**shown[turn], "content": ""}
             if n == numbers[0]:
                 start = self._start(floor, start, blocks[n - 1].message if n else None, turn)
             else:
@@ -208,16 +210,14 @@ class Borders:
         if before is None:
             first, end = 0, common(gap, opening_of([], self._render, "user"))
         else:
-            first = max(i for i in range(turn) if i == before or self._is_alike(i, before))
+            messages = self._reading.messages  # those of others may be alike
+            same = messages[before] if messages[before]["role"] != "assistant" else None
+            first = max(i for i in range(turn) if i == before or messages[i] == same)
             end = self._shared(gap, self._reading.veiled.messages[: first + 1], before)
         for number in range(first + (before is not None), turn):
             if not self._reading.has_words(number):
                 raise DataError(f"gives nothing to tell message {number + 1} by, which is before it")
         return end
-
-    def _is_alike(self, one: int, other: int) -> bool:
-        messages = self._reading.messages
-        return messages[other]["role"] != "assistant" and messages[one] == messages[other]
 
     def _shared(self, gap: str, messages: Sequence[Message], code: int, until: int | None = None) -> int:
         """Return how many characters of a gap are the end of the message in front; see `closing`."""
@@ -225,10 +225,6 @@ class Borders:
         if closing is None:
             raise DataError("cannot render the conversation up to it")
         return common(gap, closing)
-
-    def _without_text(self, turn: int) -> list[Message]:
-        messages = list(self._reading.veiled.messages)
-        return [*messages[:turn], {**messages[turn], "content": ""}, *messages[turn + 1 :]]
 
     def _end(self, turn: int, shown: Sequence[Message], gap: str, *, in_parts: bool) -> int:
         """Return how many characters of a gap are the end of a reply."""

@@ -21,16 +21,13 @@ from outsize.data.reading.text_records import (
     cut_pieces,
     decode_chunks,
     read_json,
+    refuse,
 )
 from outsize.errors import DataError
 
 
-def _refuse(error: DataError) -> None:
-    raise error
-
-
 def read_records(
-    path: Path, container: Container, on_read: Callable[[int], None], forgive: Forgive = _refuse
+    path: Path, container: Container, on_read: Callable[[int], None], forgive: Forgive = refuse
 ) -> Iterator[tuple[int, Record]]:
     """Yield (line or row number from 1, record) of a JSON lines, JSON array, CSV, TSV or Parquet file, or a dataset.
 
@@ -152,6 +149,7 @@ class DocumentReader:
         num_skipped_files: files of a directory left out so far.
         num_empty: records without text so far.
         num_conversations: documents that are conversations, so far.
+        num_texts: documents that are not.
         num_blank: replies that are trained and say nothing, so far.
         bytes_read: bytes of the files read so far, as they are on disk.
     """
@@ -165,6 +163,7 @@ class DocumentReader:
     num_skipped_files: int = field(init=False)
     num_empty: int = 0
     num_conversations: int = 0
+    num_texts: int = 0
     num_blank: int = 0
     bytes_read: int = 0
     _unused: Counter[str] = field(default_factory=Counter)
@@ -208,7 +207,9 @@ class DocumentReader:
         Raises:
             DataError: a file or record that cannot be read, or is of another format, with file and line.
         """
-        self.num_files = self.num_empty = self.num_conversations = self.num_blank = self.bytes_read = 0
+        self.num_files = self.num_empty = self.num_conversations = self.num_texts = self.num_blank = (
+            self.bytes_read
+        ) = 0
         self.bad = Tolerance(self.corpus.max_bad_records)
         self._unused.clear()
         self._of_records.clear()
@@ -230,6 +231,11 @@ class DocumentReader:
             replies = "1 reply is" if self.num_blank == 1 else f"{self.num_blank:,} replies are"
             notes.append(
                 f"{replies} empty, the first in {self._first_blank}: the model is trained to end at once there"
+            )
+        if self.num_conversations and self.num_texts:
+            notes.append(
+                f"{self.num_conversations:,} records are conversations under the chat template, as they have messages, "
+                f"a system prompt or a history, and {self.num_texts:,} are texts without it; have all of one form"
             )
         if self._unused:
             counts = (f"{name} ({count:,} records)" for name, count in self._unused.most_common())
@@ -263,6 +269,7 @@ class DocumentReader:
                 continue
             self._unused.update(document.unused)
             self.num_conversations += document.messages is not None
+            self.num_texts += document.messages is None
             if blank := blank_replies(document):
                 self._first_blank = self._first_blank if self.num_blank else where
                 self.num_blank += blank

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outsize.choices import DataFormat, TrainOn
@@ -243,15 +244,7 @@ def alpaca_prompt(record: Record, where: str) -> list[Message]:
     return with_system([*messages, {"role": "user", "content": "\n".join(texts)}], record, where)
 
 
-def _messages(record: Record, where: str, corpus: Corpus) -> Document:
-    return _chat(record, "messages", where, corpus)
-
-
-def _sharegpt(record: Record, where: str, corpus: Corpus) -> Document:
-    return _chat(record, "conversations", where, corpus)
-
-
-def _chat(record: Record, field: str, where: str, corpus: Corpus) -> Document:
+def _chat(field: str, record: Record, where: str, corpus: Corpus) -> Document:
     messages = with_system(read_messages(record, field, where, corpus.roles), record, where)
     return _conversation(messages, record, where, corpus.train_on)
 
@@ -315,8 +308,8 @@ def _string(record: Record, field: str, where: str) -> str:
 # By name; the first row whose fields a record has is its format. Text and tokens have one field, whose name is said.
 FORMATS: Mapping[DataFormat, Format] = {
     "text": Format(build=_text),
-    "messages": Format(build=_messages, fields=("messages",), conversation=True),
-    "sharegpt": Format(build=_sharegpt, fields=("conversations",), conversation=True),
+    "messages": Format(build=partial(_chat, "messages"), fields=("messages",), conversation=True),
+    "sharegpt": Format(build=partial(_chat, "conversations"), fields=("conversations",), conversation=True),
     "prompt_completion": Format(build=_prompt_completion, fields=("prompt", "completion")),
     "alpaca": Format(build=_alpaca, fields=("instruction", "output"), optional=("input", "history")),
     "tokens": Format(build=_text),

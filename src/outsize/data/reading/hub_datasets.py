@@ -166,10 +166,12 @@ class SplitFiles:
             split, chosen = there.popitem()
             label = f"split {split}, the only one there is"
         else:
-            example = next(iter(there.values()))[0]
+            advice = f"choose with data.glob, e.g. glob={_as_pattern(next(iter(there.values()))[0])!r}"
+            if wanted == TO_MEASURE:  # where data.glob would be that of what is trained, too
+                advice = "name a file, or a directory of them, in eval.data"
             raise DataError(
                 f"{root}: {self.source} tells the splits {_counted(there)}, and none is called "
-                f"{' or '.join(wanted)}; {_advice(wanted, example)}"
+                f"{' or '.join(wanted)}; {advice}"
             )
         others = _counted({**there, **({"of no split": of_none} if of_none else {})})
         note = f"{label}: {_files(chosen)}, by {self.source}"
@@ -291,12 +293,6 @@ def _counted(splits: Mapping[str, Sequence[str]]) -> str:
 
 def _files(names: Sequence[str]) -> str:
     return f"{len(names):,} file{'' if len(names) == 1 else 's'}"
-
-
-def _advice(wanted: Sequence[str], example: str) -> str:
-    if wanted == TO_MEASURE:  # where data.glob would be that of what is trained, too
-        return "name a file, or a directory of them, in eval.data"
-    return f"choose with data.glob, e.g. glob={_as_pattern(example)!r}"
 
 
 def _as_pattern(name: str) -> str:

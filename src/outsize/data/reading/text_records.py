@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def decode_chunks(chunks: Iterable[bytes], path: Path) -> Iterator[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     line = 1
-    for chunk in _with_end(chunks):
+    for chunk in chain(chunks, (None,)):
         try:
             text = decoder.decode(chunk or b"", final=chunk is None)
         except UnicodeDecodeError as error:
@@ -102,11 +103,6 @@ def cut_pieces(texts: Iterable[str]) -> Iterator[TextPiece]:
         yield TextPiece(rest, line, opens, closes=True)
 
 
-def _with_end(chunks: Iterable[bytes]) -> Iterator[bytes | None]:
-    yield from chunks
-    yield None
-
-
 def _cut(text: str, start: int) -> int:
     """Return where the piece that begins at ``start`` ends, at most `PIECE_CHARS` later."""
     limit = start + PIECE_CHARS
@@ -123,6 +119,12 @@ def _cut(text: str, start: int) -> int:
 logger = logging.getLogger(__name__)
 Record = dict[str, Any]
 Forgive = Callable[[DataError], None]
+
+
+def refuse(error: DataError) -> None:
+    """Raise an error: what forgives nothing."""
+    raise error
+
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 # Names under which one object holds all records of a file.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.runtime.forward.places import MODULE, Items, PlaceKind, State, kind_of
+from outsize.runtime.forward.places import MODULE, Items, PlaceKind, State, Variables, kind_of
 
 # A container of more is data: no forward goes through it.
 MOST_ITEMS = 100_000
@@ -131,6 +131,8 @@ class Outline:
         """Return how a user would call what lies under ``key`` in the place ``number``: ``Class.attribute``, say."""
         place, attribute = self.places[number], str(key)
         for _ in self.places:  # each at most once
+            if isinstance(place.target, Variables):
+                return f"{place.target.owner}.{attribute}"
             if isinstance(place.target, nn.Module):
                 return f"{type(place.target).__name__}.{attribute}"
             above = ((one, name) for one in self.places for name, node in one.items if node is place)
@@ -232,16 +234,12 @@ class _Walk:
             parts, structure = torch_private.flatten(value, is_leaf=lambda other: other is not value)
             return _Made(
                 lambda new: torch_private.unflatten(new, structure),
-                _parts_of,
+                lambda made: torch_private.leaves_of(made, is_leaf=lambda other: other is not made),
                 [self.node(part) for part in parts],
             )
         if isinstance(value, tuple):  # of a class that PyTorch was not told of
             return _Made(kind, list, [self.node(part) for part in value])
         return value
-
-
-def _parts_of(value: Any) -> list[Any]:
-    return torch_private.leaves_of(value, is_leaf=lambda other: other is not value)
 
 
 def _has_leaf(items: Items) -> bool:
@@ -300,5 +298,5 @@ def _same(value: Any, node: Any, leaves: Sequence[Tensor]) -> bool:
             _same(part, one, leaves) for part, one in zip(parts, node.parts, strict=True)
         )
     if isinstance(node, (*_PLAIN, State)) and type(value) is type(node):
-        return bool(value == node)
+        return bool(value is node or value == node)
     return value is node

@@ -5,8 +5,8 @@ import enum
 import pickle
 import random
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +16,27 @@ from outsize.compat import torch_private
 
 Items = list[tuple[Any, Any]]
 
-_SEQUENCES = (list, deque)
-_DICTS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, deque, set)
+_VALUES = (int, float, str, type(None), tuple, Tensor)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)
 # What a module has of its own accord, but for what a forward may change: buffers, and hooks hung up on the way.
 OF_MODULES = frozenset(
     name for name in vars(nn.Module()) if name != "_buffers" and "_forward_" not in name
 ) | {"forward"}
+
+
+class Variables(NamedTuple):
+    """Names outside of objects that code assigns to.
+
+    Attributes:
+        owner: what they are names of, for people.
+        holder: the names of a file, a class, or a cell of a closure.
+        names: those that count; None for all.
+    """
+
+    owner: str
+    holder: Any
+    names: Collection[str] | None = None
 
 
 class PlaceKind(NamedTuple):
@@ -39,8 +54,8 @@ def kind_of(value: Any) -> PlaceKind | None:
         return _SEQUENCE
     if kind in _DICTS:
         return _DICT
-    if kind is set:
-        return _SET
+    if kind is Variables:
+        return _VARIABLES
     if isinstance(value, torch.Generator):
         return _GENERATOR
     if isinstance(value, random.Random):
@@ -68,6 +83,8 @@ def _numpy_kind(value: Any) -> PlaceKind | None:
         return None
     if isinstance(value, numpy.random.Generator):
         return _NUMPY
+    if type(value) is numpy.ndarray:
+        return _ARRAY
     return _NUMPY_OLD if isinstance(value, numpy.random.RandomState) else None
 
 
@@ -111,17 +128,30 @@ def _write_module(module: nn.Module, items: Items) -> None:
 
 def _write_sequence(value: Any, items: Items) -> None:
     value.clear()
-    value.extend(one for _, one in items)
+    (value.update if isinstance(value, set) else value.extend)(one for _, one in items)
 
 
 def _write_dict(value: Any, items: Items) -> None:
     value.clear()
-    value.update(items)
+    for key, one in items:
+        value[key] = one
 
 
-def _write_set(value: Any, items: Items) -> None:
-    value.clear()
-    value.update(one for _, one in items)
+def _read_variables(value: Variables) -> Items:
+    held = value.holder
+    if not isinstance(held, dict):
+        held = vars(held) if isinstance(held, type) else {"cell_contents": held.cell_contents}
+    names = held if value.names is None else value.names
+    values = [(name, held[name]) for name in names if name in held and not name.startswith("__")]
+    return [item for item in values if isinstance(item[1], _VALUES) or kind_of(item[1]) is not None]
+
+
+def _write_variables(value: Variables, items: Items) -> None:
+    held, given, is_dict = value.holder, dict(items), isinstance(value.holder, dict)
+    for name in dict(_read_variables(value)).keys() - given:
+        held.pop(name) if is_dict else delattr(held, name)
+    for name, one in items:
+        held.update({name: one}) if is_dict else setattr(held, name, one)
 
 
 class State:
@@ -149,24 +179,19 @@ def _generator(
     )
 
 
-def _torch_copy(generator: torch.Generator) -> torch.Generator:
-    copy = torch.Generator(generator.device)
-    copy.set_state(generator.get_state())
-    return copy
-
-
-def _set_bits(generator: Any, state: Any) -> None:
-    generator.bit_generator.state = state
-
-
 _SEQUENCE = PlaceKind(lambda value: list(enumerate(value)), _write_sequence)
 _DICT = PlaceKind(lambda value: list(value.items()), _write_dict)
-_SET = PlaceKind(lambda value: list(enumerate(value)), _write_set)
+_VARIABLES = PlaceKind(_read_variables, _write_variables)
 _OBJECT = PlaceKind(_read_object, _write_object)
 MODULE = PlaceKind(_read_module, _write_module)
-_GENERATOR = _generator(torch.Generator.get_state, torch.Generator.set_state, _torch_copy)
+_GENERATOR = _generator(torch.Generator.get_state, torch.Generator.set_state, torch.Generator.clone_state)
 _RANDOM = _generator(random.Random.getstate, random.Random.setstate, copy.copy)
-_NUMPY = _generator(lambda value: value.bit_generator.state, _set_bits, copy.deepcopy)
+_NUMPY = _generator(
+    lambda value: value.bit_generator.state,
+    lambda value, state: setattr(value.bit_generator, "state", state),
+    copy.deepcopy,
+)
+_ARRAY = _generator(lambda value: value.copy(), lambda value, state: value.__setitem__(..., state), copy.copy)
 _NUMPY_OLD = _generator(
     lambda value: value.get_state(), lambda value, state: value.set_state(state), copy.deepcopy
 )

@@ -254,11 +254,8 @@ PRODUCTS = operations("mm.default", "addmm.default")
 
 
 def is_kept_product(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation is a product of tokens with weights whose result is worth its bytes.
-
-    One that makes many columns of a few, as adapters of rank 256 and less, takes less time than its result, in fp32
-    there, takes to move.
-    """
+    """Return whether an operation is a product of tokens with weights whose result is worth its bytes."""
+    # Making many columns of a few, as adapters of rank 256 and less do, takes less time than moving them in fp32.
     if func not in PRODUCTS:
         return is_grouped_product(func)
     inner, outer = args[-1].shape
@@ -272,8 +269,7 @@ class DivergedError(BaseException):
 class _Result(NamedTuple):
     """What an operation returned: leaves of a structure, and the generator's state behind it where it drew from one."""
 
-    func: Any
-    forms: list[Any]
+    asked: tuple[Any, ...]
     leaves: list[Any]
     structure: Any
     drawn: Tensor | None
@@ -352,7 +348,8 @@ class Selected:
         values = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         behind = None if generator is None else generator.get_state()
         drawn = None if before is None or behind is None or torch.equal(before, behind) else behind
-        self._results.append(_Result(func, _forms(args), values, structure, drawn))
+        asked = (func, *map(_form, (*args, *kwargs.values())))
+        self._results.append(_Result(asked, values, structure, drawn))
         return out
 
     def _keep(self, leaf: Tensor) -> Any:
@@ -367,7 +364,8 @@ class Selected:
     def _replay(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_kept(func, args):
             return func(*args, **kwargs)
-        if not self._results or (self._results[-1].func, self._results[-1].forms) != (func, _forms(args)):
+        asked = (func, *map(_form, (*args, *kwargs.values())))
+        if not self._results or self._results[-1].asked != asked:
             raise DivergedError
         result = self._results.pop()
         if any(isinstance(leaf, Shown) and leaf.memory in self._left_out for leaf in result.leaves):
@@ -383,9 +381,11 @@ def _unneeded(packed: None) -> NoReturn:
     raise AssertionError("the graph of a forward that is recomputed has no backward")
 
 
-def _forms(args: tuple[Any, ...]) -> list[Any]:
-    """What must be the same of the arguments of an operation for its result to be."""
-    return [(arg.shape, arg.dtype) if isinstance(arg, Tensor) else arg for arg in args]
+def _form(value: Any) -> Any:
+    """Return what must be the same of an argument for a result to be; of whole numbers (ends of groups) the values."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.shape, value.dtype, value.ndim < 2 and not value.is_floating_point() and value.tolist()
 
 
 def _generator_of(func: Any, args: tuple[Any, ...]) -> torch.Generator | None:

@@ -6,15 +6,15 @@ Microbatches take turns between units, so that what the code of one leaves there
 batch has to go whole. What is made once and stays (a table, a cached mask) does no harm.
 """
 
-import dis
 import inspect
 import logging
 import random
 import re
 import sys
-from collections import OrderedDict, defaultdict, deque
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -29,15 +29,14 @@ from outsize.compat.torch_private import (
 )
 from outsize.compat.transformers_private import OUTPUT_HOOKS
 from outsize.runtime.forward.outline import outline_of
+from outsize.runtime.forward.places import Variables
 
 _log = logging.getLogger(__name__)
 # Of what code names outside of itself, what it may write into; other objects there belong to libraries.
-_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict)
-_NUMBERS = (int, float, str, torch.Tensor)
-_LIBRARY = re.compile(
-    r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch)\b"
-)  # their models assign none
-_STORES = ("STORE_GLOBAL", "STORE_DEREF")
+_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+# Models of these assign to nothing outside of themselves.
+_LIBRARY = re.compile(r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch|numpy|outsize)\b")
+_OF_PYTHON = sys.stdlib_module_names - {"__main__"}
 
 
 class UnitState:
@@ -48,7 +47,7 @@ class UnitState:
 
     Attributes:
         modules: those whose attributes and buffers are state.
-        others: containers, objects and generators that code and hooks name.
+        others: containers, objects, generators, classes and variables that code and hooks name.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -57,10 +56,7 @@ class UnitState:
         for module in modules:
             self.modules.append(module)
             for value in _named_by(module):
-                if isinstance(value, nn.Module):
-                    self.modules.append(value)
-                elif type(value) in _WRITABLE or not _is_of_code(value):
-                    self.others.append(value)
+                (self.modules if isinstance(value, nn.Module) else self.others).append(value)
 
 
 @contextmanager
@@ -76,13 +72,16 @@ def untouched(state: UnitState, values: Iterable[Any] = ()) -> Iterator[None]:
         outline.restore(leaves)
         with torch.no_grad():
             for leaf, value in zip(leaves[start:], copies, strict=True):
-                if not torch.equal(leaf, value):
+                if not same_bits(leaf, value):
                     leaf.copy_(value)
 
 
 def _named_by(module: nn.Module) -> Iterator[Any]:
     """Yield what the code of a module and of the hooks in it names outside of itself."""
-    for function in _functions_of(cast("Hashable", type(module))):
+    for kind in _classes_of(cast("Hashable", type(module))):
+        if not _is_of_library(kind.__module__):
+            yield Variables(kind.__name__, kind)
+    for function in _code_of(cast("Hashable", type(module))):
         yield from _named_in(function)
     for hooks in forward_hooks_of(module):
         for hook in hooks.values():
@@ -98,21 +97,35 @@ def _held_by(hook: Any) -> Iterator[Any]:
         yield hook.__self__
         hook = hook.__func__
     if inspect.isfunction(hook):
-        yield from _named_in(hook)
+        for function in _reached_from((hook,)):
+            yield from _named_in(function)
     elif not inspect.isbuiltin(hook):
         yield hook
 
 
-def _named_in(function: Callable[..., Any]) -> Iterator[Any]:
+def _named_in(function: Any) -> Iterator[Any]:
+    space, names = function.__globals__, _names_of(function.__code__)
     for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if type(value) in _WRITABLE or isinstance(value, torch.Generator):
-            yield value
+        with suppress(ValueError):  # not yet filled
+            inside = cell.cell_contents
+            yield inside if isinstance(inside, nn.Module) else Variables(function.__qualname__, cell)
+    values = [space[name] for name in names if name in space]
+    if _is_of_library(function.__module__):
+        yield from (one for one in values if type(one) in _WRITABLE or isinstance(one, torch.Generator))
+        return
+    yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function))
+    yield Variables(function.__module__, space, names)
+    for value in values:
+        if isinstance(value, type) and not _is_of_library(value.__module__):
+            yield Variables(value.__name__, value)
+        elif inspect.ismodule(value) and not _is_of_library(value.__name__):
+            yield Variables(value.__name__, vars(value), names)
+
+
+@cache
+def _is_of_library(module: str) -> bool:
+    """Whether code of a module of Python keeps no state of a model: of libraries, and of Python itself."""
+    return bool(_LIBRARY.match(module or "")) or module.partition(".")[0] in _OF_PYTHON
 
 
 @cache
@@ -121,46 +134,40 @@ def _classes_of(kind: Any) -> tuple[type, ...]:
     return tuple(one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object)
 
 
-def _class_values(kinds: Iterable[Any], of: tuple[type, ...]) -> list[tuple[str, Any]]:
-    """Return what classes of modules, and those that these come from, hold of some types, by name."""
-    items = (item for kind in kinds for one in _classes_of(kind) for item in vars(one).items())
-    return [item for item in items if isinstance(item[1], of)]
+@cache
+def _code_of(kind: Any) -> tuple[Any, ...]:
+    """Return the functions of a class of modules, below PyTorch's own, and those that they call in its file."""
+    values = (value for one in _classes_of(kind) for value in vars(one).values())
+    return _reached_from(filter(inspect.isfunction, values))
+
+
+def _reached_from(functions: Iterable[Any]) -> tuple[Any, ...]:
+    """Return functions and those that they name in the same file; of libraries none besides."""
+    waiting, reached = list(functions), dict[Any, None]()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not inspect.isfunction(function) or function in reached:
+            continue
+        reached[function] = None
+        if not _is_of_library(function.__module__):
+            space, names = function.__globals__, _names_of(function.__code__)
+            named = (getattr(one, "__wrapped__", one) for one in map(space.get, names))
+            waiting += [one for one in named if getattr(one, "__globals__", None) is space]
+    return tuple(reached)
 
 
 @cache
-def _functions_of(kind: Any) -> tuple[Any, ...]:
-    """Return the functions of a class of modules, below PyTorch's own."""
-    values = (value for one in _classes_of(kind) for value in vars(one).values())
-    return tuple(filter(inspect.isfunction, map(inspect.unwrap, filter(inspect.isfunction, values))))
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code, and code within it, reads or writes outside of itself."""
+    inner = (_names_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
-def _assigned_by(modules: Iterable[nn.Module]) -> str | None:
-    """Return a global name, or a variable of a closure, that the code of modules or of their hooks assigns to."""
-    hooks = [hook for one in modules for hung in forward_hooks_of(one) for hook in hung.values()]
-    kinds = {cast("Hashable", type(one)) for one in modules}
-    waiting, functions = [*hooks, *(each for kind in kinds for each in _functions_of(kind))], set[Any]()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if (
-            not inspect.isfunction(function)
-            or function in functions
-            or _LIBRARY.match(function.__module__ or "")
-        ):
-            continue
-        functions.add(function)
-        code, space = function.__code__, function.__globals__
-        stores = {one.argval for one in dis.get_instructions(code) if one.opname in _STORES}
-        if names := stores - {*code.co_varnames, *code.co_cellvars}:
-            return f"{function.__module__}.{min(names)}"
-        waiting += [
-            one for one in map(space.get, code.co_names) if getattr(one, "__globals__", None) is space
-        ]
-    return None
-
-
-def _is_of_code(value: Any) -> bool:
-    """Whether a value that a closure names is code, or a class."""
-    return isinstance(value, type) or inspect.isroutine(value) or inspect.ismodule(value)
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same; what is no number equals itself."""
+    if one.shape != other.shape or torch.equal(one, other):
+        return one.shape == other.shape
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 class LeftState:
@@ -171,7 +178,6 @@ class LeftState:
         device: that computes.
         moves: whether buffers are exchanged for copies on other devices meanwhile.
         first: whether this call may make replicas, which puts hooks that record outputs.
-        others: containers that are looked at, too.
     """
 
     def __init__(
@@ -181,12 +187,11 @@ class LeftState:
         *,
         moves: bool,
         first: bool = False,
-        others: Iterable[Any] = (),
     ) -> None:
         self._device, self._random = device, random_states(device)
         self._expected = OUTPUT_HOOKS if moves and first else ()
         state = UnitState(modules)
-        self._leaves, self._outline = outline_of((), state.modules, [*state.others, *others])
+        self._leaves, self._outline = outline_of((), state.modules, state.others)
         buffers = {id(buffers_of(module)) for module in state.modules} if moves else set()
         self._moving = {n for n, place in enumerate(self._outline.places) if id(place.target) in buffers}
         self._values = [leaf.detach().clone() for leaf in self._leaves]
@@ -198,7 +203,7 @@ class LeftState:
         left = next((name for name in names if not name.endswith(self._expected)), None)
         if left is None and in_place:
             pairs = enumerate(zip(self._leaves, self._values, strict=True))
-            others = (at for at, (leaf, value) in pairs if not torch.equal(leaf, value))
+            others = (at for at, (leaf, value) in pairs if not same_bits(leaf, value))
             left = next(map(self._outline.name_of_leaf, others), None)
         return left
 
@@ -212,7 +217,7 @@ class LeftState:
         set_random_states(self._device, self._random)
         with torch.no_grad():
             for leaf, value in zip(self._leaves, self._values, strict=True):
-                if not torch.equal(leaf, value):
+                if not same_bits(leaf, value):
                     leaf.copy_(value)
 
 
@@ -245,15 +250,11 @@ class FlightState:
         if self._left is not None or self._clean == sign:
             yield lambda: self._left is not None
             return
-        kinds = {type(one) for one in modules}
-        numbers = set(_class_values(kinds, _NUMBERS))
-        shared = [value for _, value in _class_values(kinds, _WRITABLE)]
-        before = LeftState(modules, device, moves=False, others=shared)
+        before = LeftState(modules, device, moves=False)
 
         def leaves() -> bool:
             if self._left is None:
-                others = (name for name, _ in numbers ^ set(_class_values(kinds, _NUMBERS)))
-                self._left = next(others, None) or before.changed(in_place=True) or _assigned_by(modules)
+                self._left = before.changed(in_place=True)
                 if self._left is not None:
                     what = f"a forward changes {self._left}, which others would read"
                     _log.warning("sequences go one behind the other from here: %s", what)

@@ -10,6 +10,7 @@ those that a run measures. The operations of each distinct unit are counted by P
 depends on values (which kernels a graph picks, what the loss makes of logits) is taken to be as in most models.
 """
 
+import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
@@ -101,9 +102,10 @@ def calibrate(
         on_device = False
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
-        if on_device and (measured := thread.submit(_on_device, trial_on, devices, size, announce).result()):
-            return measured
-        return thread.submit(lambda: trial_on(CPU).measured(*size)).result()
+        run = contextvars.copy_context().run
+        if on_device and (m := thread.submit(run, _on_device, trial_on, devices, size, announce).result()):
+            return m
+        return thread.submit(run, lambda: trial_on(CPU).measured(*size)).result()
 
 
 def _on_device(

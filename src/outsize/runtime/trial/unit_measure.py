@@ -17,7 +17,14 @@ from outsize.runtime.forward.microbatch import Ambient
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.short_recompute import Trial
 from outsize.runtime.forward.unit_facts import SideEffects
-from outsize.runtime.forward.unit_state import States, UnitState, random_states, set_random_states, untouched
+from outsize.runtime.forward.unit_state import (
+    States,
+    UnitState,
+    random_states,
+    same_bits,
+    set_random_states,
+    untouched,
+)
 from outsize.runtime.forward.unit_visit import Gradients, constants_of, hand_out, is_differentiable, visit_of
 from outsize.runtime.ops.compute_ops import tracked_units
 from outsize.runtime.trial.effects_trial import UnitEffects, effects_of
@@ -136,7 +143,7 @@ class UnitMeasure:
 
     def is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Return whether a unit gave the same with a graph and without."""
-        return all(torch.equal(one, other) for one, other in zip(leaves, others, strict=False))
+        return all(map(same_bits, leaves, others))
 
     def random_states(self) -> States:
         """Return where the generators of random numbers are."""

@@ -101,7 +101,9 @@ def settle_settings(model: nn.Module, tokenizer: Any, choice: Mapping[str, Any])
         raise _refusal(given, "num_beams", "it has to be a whole number, 1 or more")
     error = _error_of(model, settled, choice)
     if error is not None:
-        blamed = [key for key in _said(settled) if _error_of(model, _without(settled, key), choice) is None]
+        keys = (*(key for keys in MODES.values() for key in keys), *sorted(HONOURED))
+        said = [key for key in keys if getattr(settled, key, None) is not None]
+        blamed = [key for key in said if _error_of(model, _without(settled, key), choice) is None]
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _refusal(given, blamed[0] if blamed else "", first_line)
     return settled
@@ -216,11 +218,6 @@ def check_counts(max_new_tokens: int, batch_size: int, in_flight: int | None) ->
         raise ConfigError(
             f"max_new_tokens is {max_new_tokens}, batch_size {batch_size}{flying}; all are at least 1"
         )
-
-
-def _said(config: Any) -> list[str]:
-    modes = [key for keys in MODES.values() for key in keys]
-    return [key for key in (*modes, *sorted(HONOURED)) if getattr(config, key, None) is not None]
 
 
 def _without(config: Any, key: str) -> Any:
