@@ -46,7 +46,7 @@ json_objects = st.dictionaries(
 def test_an_array_reads_like_its_objects_whatever_the_chunks(objects, indent, size):
     body = json.dumps(objects, indent=indent)
     texts = [body[i : i + size] for i in range(0, len(body), size)]
-    found = list(text_records._read_values(texts, "a.json", documents._refuse))
+    found = list(text_records._read_values(texts, "a.json", documents.refuse))
     assert [record for _, record in found] == objects
     if indent:  # an object begins on the line that its number says
         assert all(body.split("\n")[number - 1].lstrip().startswith("{") for number, _ in found)

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from typer.testing import CliRunner
 
 import outsize
 import zoo
 from outsize.checkpoint.files.checkpoint_reader import CheckpointReader
 from outsize.checkpoint.files.quantised import stored_as
+from outsize.cli.app import app
 from outsize.errors import CheckpointError, ModelError
 from outsize.model.build import build_skeleton, load_hf_config
 from outsize.session.job.prepare import prepare
@@ -253,6 +255,31 @@ def test_what_a_config_says_of_weights_that_are_plain_is_refused_by_its_name(kin
             CheckpointReader(path, build_skeleton(load_hf_config(path), frozen=frozen))
         assert "download" in str(raised.value) or "made from" in str(raised.value)
     assert name in str(stored_as(json.loads((path / "config.json").read_text())))
+
+
+@pytest.mark.parametrize("kind", AUTO_QUANTIZATION_CONFIG_MAPPING)
+def test_no_command_takes_plain_weights_for_what_their_config_says(kind: str, tmp_path: Path):
+    path, says = make_model_dir(tmp_path / "model"), _says(kind)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": says}))
+    name = str(says["quant_method"])
+    run = tmp_path / "run"
+    calls: dict[str, Callable[[], object]] = {
+        "train": lambda: train(make_run(tmp_path, train={"run_dir": str(run)})),
+        "adapters": lambda: train(make_run(tmp_path, train={"method": "lora", "run_dir": str(run)})),
+        "load": lambda: outsize.load(path, dtype="fp32", trainable=False, device="cpu", device_memory="1GiB"),
+        "train what is loaded": lambda: outsize.load(path, dtype="fp32", device="cpu", device_memory="1GiB"),
+    }
+    for call in calls.values():
+        with pytest.raises((ModelError, CheckpointError), match=name):
+            call()
+    assert not list(run.glob("checkpoints/*"))
+    for command in (
+        ["generate", str(path), "--prompt", "a"],
+        ["score", str(path), "--data", str(path / "config.json")],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code != 0, name in result.output) == (True, True), (command, result.output)
 
 
 def test_a_config_and_weights_of_different_formats_are_refused(quantised: Path):

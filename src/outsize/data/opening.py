@@ -91,14 +91,12 @@ def open_data(
     source = Corpus(path=source) if isinstance(source, str | Path) else source
     corpora = [source] if isinstance(source, Corpus) else source
     _check_limits(corpora, seq_len, limits)
-    is_one = pack == "stream" and len(corpora) == 1 and not corpora[0].split and corpora[0].weight == 1
-    if window is not None and not is_one:
+    if window and (pack != "stream" or len(corpora) > 1 or corpora[0].split or corpora[0].weight != 1):
         raise ConfigError("data.window: only one source, all of it, with data.pack: stream has windows")
     first = None if window is None else window * seq_len
     making = Making(tokenizer, Path(cache_dir), template, limits.vocab_size, progress, first)
     with ExitStack() as unless_used:
-        layouts: list[PackedLayout] = []
-        detections: list[Detected] = []
+        layouts, detections = list[PackedLayout](), list[Detected]()
         for corpus in corpora:
             store, detected = making.open(corpus)
             unless_used.callback(store.close)

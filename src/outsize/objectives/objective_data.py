@@ -176,8 +176,8 @@ def _encoded(
     if objective == "classify":
         kinds = getattr(files.hf_config, "architectures", None) or ()
         has_learnt = any(kind.endswith("SequenceClassification") for kind in kinds)
-        known = dict(files.hf_config.label2id) if has_learnt else {}
-        classes = Classes([row["label"] for row in splits[0]], known)
+        ids_by_label = dict(files.hf_config.label2id) if has_learnt else {}
+        classes = Classes([row["label"] for row in splits[0]], ids_by_label)
         changes, collate = classes.changes, DataCollatorWithPadding(tokenizer)
 
         def encode(row: Row) -> Row:

@@ -124,10 +124,7 @@ def open_models(
         moments=config.optimizer.state,
         blocks=BlockSettings.of(config),
     )
-    model, adapters = config.model, None
-    if lora:
-        adapters = peft_config(config.lora.for_peft(), model.path, causal=recipe.task == "CAUSAL_LM")
-        adapters.task_type = recipe.task
+    model, adapters = config.model, _adapters(config, recipe) if lora else None
     dtype = choose_dtype(model.dtype, devices, scaled=False)
     built = Built(dtype, model.attention, model.trust_remote_code, recipe.auto, empty=empty)
     frozen = None
@@ -150,6 +147,12 @@ def _opened(stack: ExitStack, name: str, settings: WrapSettings, built: Built) -
     if is_wrapped(streamed(wrapper)):
         stack.callback(runner_of(streamed(wrapper)).close)
     return wrapper
+
+
+def _adapters(config: Config, recipe: Recipe) -> Any:
+    adapter_config = peft_config(config.lora.for_peft(), config.model.path, causal=recipe.task == "CAUSAL_LM")
+    adapter_config.task_type = recipe.task
+    return adapter_config
 
 
 def _shared(

@@ -172,8 +172,7 @@ def load(  # noqa: D417 - most arguments are those of `wrap`
     model = open_wrapped(name, settings, built, adapters)
     if not trainable:
         model.eval()
-    # Nobody has the model where this fails; it may be larger than host memory.
-    return _recorded(model, run_dir, lambda model: runner_of(model).close())
+    return _recorded(model, run_dir, lambda model: runner_of(model).close())  # nobody else has it
 
 
 def _auto_of(name: str, trust_remote_code: bool, head: str) -> str | None:

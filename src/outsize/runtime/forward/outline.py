@@ -234,7 +234,7 @@ class _Walk:
             parts, structure = torch_private.flatten(value, is_leaf=lambda other: other is not value)
             return _Made(
                 lambda new: torch_private.unflatten(new, structure),
-                lambda made: torch_private.leaves_of(made, is_leaf=lambda other: other is not made),
+                lambda new: torch_private.leaves_of(new, is_leaf=lambda other: other is not new),
                 [self.node(part) for part in parts],
             )
         if isinstance(value, tuple):  # of a class that PyTorch was not told of

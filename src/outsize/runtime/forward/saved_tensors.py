@@ -269,7 +269,7 @@ class DivergedError(BaseException):
 class _Result(NamedTuple):
     """What an operation returned: leaves of a structure, and the generator's state behind it where it drew from one."""
 
-    asked: tuple[Any, ...]
+    request: tuple[Any, ...]
     leaves: list[Any]
     structure: Any
     drawn: Tensor | None
@@ -348,8 +348,8 @@ class Selected:
         values = [self._keep(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         behind = None if generator is None else generator.get_state()
         drawn = None if before is None or behind is None or torch.equal(before, behind) else behind
-        asked = (func, *map(_form, (*args, *kwargs.values())))
-        self._results.append(_Result(asked, values, structure, drawn))
+        request = (func, *map(_form, (*args, *kwargs.values())))
+        self._results.append(_Result(request, values, structure, drawn))
         return out
 
     def _keep(self, leaf: Tensor) -> Any:
@@ -364,8 +364,8 @@ class Selected:
     def _replay(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_kept(func, args):
             return func(*args, **kwargs)
-        asked = (func, *map(_form, (*args, *kwargs.values())))
-        if not self._results or self._results[-1].asked != asked:
+        request = (func, *map(_form, (*args, *kwargs.values())))
+        if not self._results or self._results[-1].request != request:
             raise DivergedError
         result = self._results.pop()
         if any(isinstance(leaf, Shown) and leaf.memory in self._left_out for leaf in result.leaves):

@@ -101,9 +101,9 @@ def settle_settings(model: nn.Module, tokenizer: Any, choice: Mapping[str, Any])
         raise _refusal(given, "num_beams", "it has to be a whole number, 1 or more")
     error = _error_of(model, settled, choice)
     if error is not None:
-        keys = (*(key for keys in MODES.values() for key in keys), *sorted(HONOURED))
-        said = [key for key in keys if getattr(settled, key, None) is not None]
-        blamed = [key for key in said if _error_of(model, _without(settled, key), choice) is None]
+        keys = [key for keys in (*MODES.values(), sorted(HONOURED)) for key in keys]
+        keys = [key for key in keys if getattr(settled, key, None) is not None]
+        blamed = [key for key in keys if _error_of(model, _without(settled, key), choice) is None]
         first_line = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _refusal(given, blamed[0] if blamed else "", first_line)
     return settled
