@@ -274,9 +274,11 @@ def test_no_command_takes_plain_weights_for_what_their_config_says(kind: str, tm
         with pytest.raises((ModelError, CheckpointError), match=name):
             call()
     assert not list(run.glob("checkpoints/*"))
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a b"}\n')
     for command in (
         ["generate", str(path), "--prompt", "a"],
-        ["score", str(path), "--data", str(path / "config.json")],
+        ["score", str(path), "--data", str(texts), "--out", str(tmp_path / "scores.jsonl")],
     ):
         result = CliRunner().invoke(app, command)
         assert (result.exit_code != 0, name in result.output) == (True, True), (command, result.output)
