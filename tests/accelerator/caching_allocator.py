@@ -24,6 +24,7 @@ class OutOfMemoryError(Exception):
 class _Block:
     pool: tuple[int, bool]
     size: int
+    address: int
     free: bool = True
     before: "_Block | None" = None
     after: "_Block | None" = None
@@ -46,6 +47,7 @@ class CachingAllocator:
     peak_reserved: int = 0
     retries: int = 0
     _clock: int = 0
+    _next_address: int = 0
     _live: dict[int, _Block] = field(default_factory=dict)
     _used: set[int] = field(default_factory=set)
     _waiting: list[tuple[int, _Block]] = field(default_factory=list)
@@ -83,11 +85,11 @@ class CachingAllocator:
         block = self._taken(pool, size) or self._segment(pool, size)
         left = block.size - size
         if left >= (_ROUND if pool[1] else _SMALL + 1):
-            rest = _Block(pool, left, before=block, after=block.after)
+            rest = _Block(pool, left, block.address + size, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
             block.size, block.after = size, rest
-            insort(self._free[pool], (rest.size, id(rest), rest))
+            insort(self._free[pool], (rest.size, rest.address, rest))
         block.free = False
         self._live[address] = block
 
@@ -109,7 +111,8 @@ class CachingAllocator:
                 raise OutOfMemoryError(f"{total / MIB:.0f} MiB beside {self.reserved / MIB:.0f} MiB")
         self.reserved += total
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return _Block(pool, total)
+        self._next_address += total
+        return _Block(pool, total, self._next_address - total)
 
     def _release(self, address: int) -> None:
         block = self._live.pop(address, None)
@@ -133,14 +136,14 @@ class CachingAllocator:
         for other in (block.before, block.after):
             if other is None or not other.free:
                 continue
-            blocks.remove((other.size, id(other), other))
+            blocks.remove((other.size, other.address, other))
             block.size += other.size
             if other is block.before:
-                block.before = other.before
+                block.address, block.before = other.address, other.before
                 if block.before is not None:
                     block.before.after = block
             else:
                 block.after = other.after
                 if block.after is not None:
                     block.after.before = block
-        insort(blocks, (block.size, id(block), block))
+        insort(blocks, (block.size, block.address, block))

@@ -122,6 +122,13 @@ class Link(_Described):
     latency_s: Figure
     switch: str = ""
 
+    def partly_pinned(self, share: float, up: float, down: float, source: str, measured: bool) -> "Link":
+        """Return the link where a ``share`` of what crosses is pinned, and the rest goes at ``up`` and ``down``."""
+        pairs = (self.up_bytes_per_s.value, up), (self.down_bytes_per_s.value, down)
+        rates = [1 / (share / pinned + (1 - share) / min(pinned, other)) for pinned, other in pairs]
+        new_up, new_down = (Figure(value=rate, source=source, measured=measured) for rate in rates)
+        return replace(self, up_bytes_per_s=new_up, down_bytes_per_s=new_down)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer(_Described):
@@ -150,6 +157,7 @@ class Host(_Described):
         cores: physical cores.
         adamw_params_per_s: parameters that a fused AdamW steps per second with nothing else going on.
         flops_per_s: of products of bf16 matrices; None where nobody has measured it.
+        pinned_bytes: most that its driver pins, as under WSL2; None for all that is asked for.
     """
 
     memory_bytes: int
@@ -157,6 +165,7 @@ class Host(_Described):
     cores: int
     adamw_params_per_s: Figure
     flops_per_s: Figure | None = None
+    pinned_bytes: int | None = None
 
     @property
     def products(self) -> Figure:
@@ -232,11 +241,12 @@ class Machine(_Described):
         count, link, disk = len(self.gpus), self.links[0], self.disk
         behind = sum(each.switch == link.switch for each in self.links)
         memory, cores = self.host.memory_bytes // count, max(1, self.host.cores // count)
+        pinned = self.host.pinned_bytes and self.host.pinned_bytes // count
         return Machine(
             name=f"a GPU and 1/{count} of {self.name}",
             gpus=self.gpus[:1],
             links=(link,),
-            host=replace(_share(self.host, count), memory_bytes=memory, cores=cores),
+            host=replace(_share(self.host, count), memory_bytes=memory, cores=cores, pinned_bytes=pinned),
             disk=disk and replace(_share(disk, count), capacity_bytes=disk.capacity_bytes // count),
             uplinks={name: _part(rate, behind) for name, rate in self.uplinks.items() if name == link.switch},
         )

@@ -141,11 +141,8 @@ class Overlap(Record):
     def slowdown(self) -> tuple[float, float] | None:
         """Return how many times as long as alone the product and the copies take; None where not measured."""
         pairs = ((self.matmul_beside_s, self.matmul_s), (self.copy_beside_s, self.copy_s))
-        ratios = [
-            beside.median / alone.median
-            for beside, alone in pairs
-            if beside.median is not None and alone.median is not None
-        ]
+        medians = ((beside.median, alone.median) for beside, alone in pairs)
+        ratios = [beside / alone for beside, alone in medians if beside is not None and alone is not None]
         return (ratios[0], ratios[1]) if len(ratios) == 2 else None
 
 

@@ -137,28 +137,19 @@ def within_memory(effort: Effort, free_bytes: int | None) -> Effort:
     if free_bytes is None:
         return effort
     most = max(_LEAST_BYTES, 1 << max(0, int(free_bytes * _SHARE).bit_length() - 1))
+    names = ("array_bytes", "plane_bytes", "copy_bytes_max", "peer_bytes", "all_reduce_bytes_max")
     return replace(
         effort,
-        array_bytes=min(effort.array_bytes, most),
-        plane_bytes=min(effort.plane_bytes, most),
         disk_buffer_bytes=min(effort.disk_buffer_bytes, max(_LEAST_DISK_BYTES, most)),
-        copy_bytes_max=min(effort.copy_bytes_max, most),
-        peer_bytes=min(effort.peer_bytes, most),
         loader_tokens=min(effort.loader_tokens, max(2**16, most // 16)),
-        all_reduce_bytes_max=min(effort.all_reduce_bytes_max, most),
+        **{name: min(getattr(effort, name), most) for name in names},
     )
 
 
 def shared(effort: Effort, num_devices: int) -> Effort:
     """Return ``effort`` with the time of what is done to each device divided, so that eight take as long as one."""
-    if num_devices < 2:
-        return effort
-    return replace(
-        effort,
-        sample_s=effort.sample_s / num_devices,
-        copy_s=effort.copy_s / num_devices,
-        overlap_s=effort.overlap_s / num_devices,
-    )
+    names = ("sample_s", "copy_s", "overlap_s")
+    return replace(effort, **{name: getattr(effort, name) / max(1, num_devices) for name in names})
 
 
 def sample(

@@ -83,11 +83,11 @@ def _in_words(path: Path, options: PlanFlags) -> Machine:
         fields = yaml.safe_load(files.read_text(path)) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    keys = ("gpus", "gpu_spec", "ram", "cpu_cores", "disk", "disk_read", "disk_write")
+    keys = ("gpus", "gpu_spec", "ram", "cpu_cores", "disk", "disk_read", "disk_write", "pinned")
     if not isinstance(fields, dict) or (unknown := fields.keys() - {*keys, "switches"}):
         named = sorted(map(str, unknown)) if isinstance(fields, dict) else "no keys"
         raise ConfigError(f"{path}: {named}; a machine in words has {', '.join(keys)} and switches")
-    switches = fields.pop("switches", None) or {}
+    switches, pinned = fields.pop("switches", None) or {}, fields.pop("pinned", None)
     if not isinstance(switches, dict):
         raise ConfigError(
             f"{path}: switches is {switches!r}; write each by its name: plx: {{uplink: 25GB, gpus: [0, 1]}}"
@@ -118,7 +118,10 @@ def _in_words(path: Path, options: PlanFlags) -> Machine:
             if links[gpu].switch in set(map(str, switches)):
                 raise ConfigError(f"{path}: switches.{name}: GPU {gpu} is behind {links[gpu].switch} already")
             links[gpu] = replace(links[gpu], switch=str(name))
-    return replace(machine, links=tuple(links), uplinks=uplinks)
+    limit = None if pinned is None else size_of(f"{path}: pinned", str(pinned))
+    return replace(
+        machine, host=replace(machine.host, pinned_bytes=limit), links=tuple(links), uplinks=uplinks
+    )
 
 
 def _kernels(options: PlanFlags) -> Kernels:

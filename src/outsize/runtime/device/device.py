@@ -27,6 +27,9 @@ from outsize.runtime.device.heap import ResidentLimit
 from outsize.storage.ledger import Arena, Ledger, Reservation
 from outsize.units import format_bytes
 
+# Of a budget's margin, for gaps between tensors; the rest is for other streams and for kernels that are loaded late.
+MARGIN_AHEAD = 0.7
+
 
 class Device(ABC):
     """What the executor and the ops need of a device.
@@ -101,8 +104,8 @@ class Device(ABC):
         """Return a context for one computation; where RAM is the device's memory, it keeps to the budget in it."""
         return nullcontext()
 
-    def set_ahead(self, num_bytes: int, lane: str) -> object:
-        """Have ``num_bytes`` at hand for what ``lane`` makes, once what this returns is let go."""
+    def set_ahead(self, num_bytes: int, planned: int, lane: str) -> object:
+        """Have ``num_bytes`` of all that is ``planned`` at hand for ``lane``, once what this returns is let go."""
         return None
 
     def look(self) -> None:  # noqa: B027 - most devices need no looking after
@@ -231,7 +234,7 @@ class Accelerator(Device):
     ) -> None:
         check_here(device)
         self.name = str(device)
-        self.torch_device = device.torch_device
+        self._device, self.torch_device = device, device.torch_device
         self._torch = module_of(device.kind)
         self._streams = Streams(device) if streams is None else streams
         self._held: list[Tensor] = []
@@ -264,12 +267,12 @@ class Accelerator(Device):
         self._held.append(tensor)
         return tensor
 
-    def set_ahead(self, num_bytes: int, lane: str) -> Tensor | None:
-        """See `Device.set_ahead`; torch's allocator cuts it up: of smaller blocks none would serve what is larger.
-
-        Half of a budget's margin is in it, too, if there is as much: of gaps between tensors none would, either.
-        """
-        for size in (int(num_bytes * (1 + 1 / DEVICE_SHARE) / 2), num_bytes):
+    def set_ahead(self, num_bytes: int, planned: int, lane: str) -> Tensor | None:
+        """See `Device.set_ahead`; torch's allocator cuts it up: of smaller blocks none would serve what is larger."""
+        margin = (1 / DEVICE_SHARE - 1) * planned
+        ((free, _),) = self._device.memory_info()
+        more = max(0, int(min(margin, free - num_bytes) - (1 - MARGIN_AHEAD) * margin))
+        for size in (num_bytes + more, num_bytes):
             with self.behind(lane), contextlib.suppress(torch.OutOfMemoryError):
                 return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         return None

@@ -215,10 +215,12 @@ def make_crew(
 
 
 def _set_ahead(plan: Plan, devices: Sequence[Device]) -> None:
-    """Have at hand on each device what the plan has for activations and workspace."""
-    num_bytes = sum(plan.memory["device"].get(name, 0) for name in ("activations", "workspace"))
+    """Have at hand on each device what the plan has for activations and workspace, and most of a margin for gaps."""
+    table = plan.memory["device"]
+    num_bytes = sum(table.get(name, 0) for name in ("activations", "workspace"))
+    planned = sum(table.values()) - table.get("fixed", 0)
     # All of them at once, so that each block is another one, of workers on one device too.
-    _ = [device.set_ahead(num_bytes, Lane("compute", index)) for index, device in enumerate(devices)]
+    _ = [device.set_ahead(num_bytes, planned, Lane("compute", index)) for index, device in enumerate(devices)]
 
 
 def _replicas(

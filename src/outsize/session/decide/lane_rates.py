@@ -256,14 +256,13 @@ def partly_pinned(machine: Machine, devices: Devices, share: float) -> Machine:
     """Return the rates of a machine where the driver has pinned a ``share`` of what crosses, as copies tell."""
     links = list(machine.links)
     for index, (link, device) in enumerate(zip(machine.links, devices.each, strict=True)):
-        pinned = link.up_bytes_per_s, link.down_bytes_per_s
-        if pinned[0].source == "pinned copies":  # else steps have told, or none is
-            pageable = _copies(device, replace(SHORT, copy_bytes_max=8 * MIB), "pageable") or pinned
-            seconds = (
-                share / a.value + (1 - share) / b.value for a, b in zip(pinned, pageable, strict=False)
-            )
-            up, down = (_measured(1 / each, f"copies, {share:.0%} of them pinned") for each in seconds)
-            links[index] = replace(link, up_bytes_per_s=up, down_bytes_per_s=down)
+        if link.up_bytes_per_s.source == "pinned copies":  # else steps have told, or none is
+            pageable = _copies(device, replace(SHORT, copy_bytes_max=8 * MIB), "pageable")
+            if pageable is not None:
+                up, down, _ = (rate.value for rate in pageable)
+                links[index] = link.partly_pinned(
+                    share, up, down, f"copies, {share:.0%} of them pinned", True
+                )
     return replace(machine, links=tuple(links))
 
 
