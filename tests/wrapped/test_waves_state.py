@@ -253,15 +253,3 @@ def test_what_a_model_keeps_of_a_sequence_is_not_read_by_another(
         assert caplog.text.count("one behind the other") == 1
     finally:
         runner_of(wrapped).close()
-
-
-def test_a_buffer_without_numbers_keeps_nothing_of_a_sequence(caplog: pytest.LogCaptureFixture):
-    model = zoo.build("llama").eval().requires_grad_(False)
-    model.model.norm.register_buffer("unset", torch.full((2,), torch.nan))
-    wrapped = outsize.wrap(model, device="cpu", home="disk", device_memory="600KiB")
-    try:
-        with caplog.at_level("WARNING", logger="outsize"):
-            score(wrapped, [ScoredText(prompt, 1) for prompt in PROMPTS], group_tokens=1)
-        assert "one behind the other" not in caplog.text
-    finally:
-        runner_of(wrapped).close()

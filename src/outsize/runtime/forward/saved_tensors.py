@@ -382,10 +382,11 @@ def _unneeded(packed: None) -> NoReturn:
 
 
 def _form(value: Any) -> Any:
-    """Return what must be the same of an argument for a result to be; of whole numbers (ends of groups) the values."""
+    """Return what must be the same of an argument for a result to be; ends of groups too, where no device is read."""
     if not isinstance(value, Tensor):
         return value
-    return value.shape, value.dtype, value.ndim < 2 and not value.is_floating_point() and value.tolist()
+    ends = value.is_cpu and value.ndim < 2 and not value.is_floating_point()
+    return value.shape, value.dtype, ends and value.tolist()
 
 
 def _generator_of(func: Any, args: tuple[Any, ...]) -> torch.Generator | None:
@@ -395,6 +396,5 @@ def _generator_of(func: Any, args: tuple[Any, ...]) -> torch.Generator | None:
     device = next((leaf.device for leaf in args if isinstance(leaf, Tensor)), torch.device("cpu"))
     if not is_accelerator(device):
         return torch.default_generator
-    backend = module_of(device)
-    index = backend.current_device() if device.index is None else device.index
-    return cast(torch.Generator, backend.default_generators[index])
+    index = module_of(device).current_device() if device.index is None else device.index
+    return cast(torch.Generator, module_of(device).default_generators[index])
