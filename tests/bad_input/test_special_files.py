@@ -72,7 +72,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 
 
 def _network(path: Path) -> None:
-    net_of(cast("PlanFlags", SimpleNamespace(net=str(path), nodes=2)))
+    net_of(cast("PlanFlags", SimpleNamespace(net=str(path), nodes=2, clip=None)))
 
 
 def _template(path: Path) -> None:

@@ -83,7 +83,7 @@ def test_times_that_cannot_all_be_true_are_taken_again_and_never_told(tmp_path, 
 
 def test_several_devices_share_the_time_of_one():
     assert shared(FULL, 8).copy_s == FULL.copy_s / 8
-    assert shared(FULL, 1) is FULL
+    assert shared(FULL, 1) == FULL
 
 
 def test_without_proc_and_sys_everything_is_still_timed(tmp_path):
