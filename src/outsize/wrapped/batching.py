@@ -289,15 +289,14 @@ def surroundings(autocast: Autocast, caller: contextvars.Context) -> Iterator[No
     """Have code of the model run under an autocast and with the context variables of the ``caller``.
 
     Raises:
-        ModelError: the code sets one, which whoever comes next would not find.
+        ModelError: the code sets one of them, which whoever comes next would not find.
     """
     given = [(variable, variable.set(value)) for variable, value in caller.items()]
-    before = contextvars.copy_context()
     try:
         with autocast.enter():
             yield
-        for variable, value in contextvars.copy_context().items():
-            if before.get(variable, before) is not value:
+        for variable, value in caller.items():
+            if variable.get() is not value:
                 raise ModelError(
                     f"the model's code sets the context variable {variable.name!r}, which layers and callers do not "
                     "see, since they run in other threads; pass it as an argument"

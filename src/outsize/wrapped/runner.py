@@ -39,6 +39,7 @@ from outsize.runtime.forward.unit_state import (
     UnitState,
     random_states,
     set_random_states,
+    settings_of,
     untouched,
     watching,
 )
@@ -239,13 +240,13 @@ class Runner(Inferring):
     ) -> AutogradBridge:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
+        settings_then = settings_of(self.split.modules)
 
         def backward(roots: Roots, loss: Tensor | None) -> None:
             self.parameters.bring_links()  # what was changed in tensors that were assigned
             if self._weights_now() != weights_then:
-                raise ConfigError(
-                    "weights have changed between this forward and its backward; run the forward again"
-                )
+                raise ConfigError("weights have changed between this forward and its backward; run it again")
+            context.note_settings(settings_of(self.split.modules) != settings_then)
             with self.parameters.hooks_run():
                 self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
             self.parameters.show_links(GRADIENT)
@@ -287,6 +288,7 @@ class Runner(Inferring):
             with ExitStack() as stack:
                 stack.enter_context(without_cache(model, context.microbatches[0].inputs))
                 if programs.passes.following.ops:  # later rounds go forward once more, and count nothing
+                    context.check_settings()
                     stack.enter_context(untouched(UnitState(model.modules())))
                 self._walk(step_parts.summing(program, going_on), context)
         finally:

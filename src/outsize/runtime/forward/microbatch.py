@@ -75,6 +75,7 @@ class MicrobatchRun:
 
     Attributes:
         below: units whose input lies in the memory below the device, too.
+        stale: whether the caller has set layers otherwise since the forward, so that none can be recomputed.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class MicrobatchRun:
         # Where the model has come to, beyond units it passes over.
         self._came: UnitCall | Finished | None = None
         self.below: set[int] = set()
+        self.stale = False
         self._outer = OuterBackward()
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
@@ -262,7 +264,7 @@ class MicrobatchRun:
             self._descend(unit, roots)
 
     def _recompute(self, unit: int, visit: UnitVisit, forward: Forward) -> Roots:
-        visit.check_unchanged(unit)
+        visit.check_unchanged(unit, self.stale)
         visit.track_inputs()
         selected, visit.selected = visit.selected, None
         visit.let_go()

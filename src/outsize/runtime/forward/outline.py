@@ -11,7 +11,8 @@ lists, dicts, sets, plain objects and generators as well (*places*), and remembe
 Tensors that stand in several places are one leaf. Modules with parameters, functions and types are constants.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
 from typing import Any, NamedTuple
 
 import torch
@@ -228,7 +229,7 @@ class _Walk:
         if kind is tuple:
             return _Made(tuple, list, [self.node(part) for part in value])
         place_kind = kind_of(value)
-        if place_kind is not None and (not isinstance(value, Sized) or len(value) <= MOST_ITEMS):
+        if place_kind is not None and length_hint(value) <= MOST_ITEMS:
             return self.place(value, place_kind)
         if not torch_private.is_leaf(value):
             parts, structure = torch_private.flatten(value, is_leaf=lambda other: other is not value)

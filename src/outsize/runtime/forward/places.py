@@ -7,6 +7,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,10 @@ from outsize.compat import torch_private
 Items = list[tuple[Any, Any]]
 
 _SEQUENCES = (list, deque, set)
-_VALUES = (int, float, str, type(None), tuple, Tensor)
+_VALUES = (Number, str, bytes, type(None), tuple, Tensor)
+_ARRAY_BYTES = (
+    1 << 16
+)  # larger arrays are tables: looking at them before every layer would cost more than computing
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 # What a module has of its own accord, but for what a forward may change: buffers, and hooks hung up on the way.
 OF_MODULES = frozenset(
@@ -84,7 +88,7 @@ def _numpy_kind(value: Any) -> PlaceKind | None:
     if isinstance(value, numpy.random.Generator):
         return _NUMPY
     if type(value) is numpy.ndarray:
-        return _ARRAY
+        return None if value.dtype.hasobject or value.nbytes > _ARRAY_BYTES else _ARRAY
     return _NUMPY_OLD if isinstance(value, numpy.random.RandomState) else None
 
 

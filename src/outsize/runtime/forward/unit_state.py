@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,6 +38,7 @@ _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 # Models of these assign to nothing outside of themselves.
 _LIBRARY = re.compile(r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch|numpy|outsize)\b")
 _OF_PYTHON = sys.stdlib_module_names - {"__main__"}
+_SET_BY_CALLERS = ("training", "scaling", "_active_adapter", "_disable_adapters")  # the last three are PEFT's
 
 
 class UnitState:
@@ -137,8 +139,16 @@ def _classes_of(kind: Any) -> tuple[type, ...]:
 @cache
 def _code_of(kind: Any) -> tuple[Any, ...]:
     """Return the functions of a class of modules, below PyTorch's own, and those that they call in its file."""
-    values = (value for one in _classes_of(kind) for value in vars(one).values())
-    return _reached_from(filter(inspect.isfunction, values))
+    return _reached_from(chain.from_iterable(map(_functions_of, _classes_of(kind))))
+
+
+def _functions_of(value: Any) -> Iterator[Any]:
+    """Yield functions that a name stands for: itself, what it wraps, those in a dict, methods of its class."""
+    kind = value if isinstance(value, type) else type(value)
+    methods = () if _is_of_library(kind.__module__) else vars(kind).values()
+    for one in (value, *(value.values() if type(value) is dict else ()), *methods):
+        inside = one.func if isinstance(one, partial) else one.fget if isinstance(one, property) else one
+        yield getattr(inside, "__wrapped__", inside)
 
 
 def _reached_from(functions: Iterable[Any]) -> tuple[Any, ...]:
@@ -151,7 +161,7 @@ def _reached_from(functions: Iterable[Any]) -> tuple[Any, ...]:
         reached[function] = None
         if not _is_of_library(function.__module__):
             space, names = function.__globals__, _names_of(function.__code__)
-            named = (getattr(one, "__wrapped__", one) for one in map(space.get, names))
+            named = chain.from_iterable(map(_functions_of, map(space.get, names)))
             waiting += [one for one in named if getattr(one, "__globals__", None) is space]
     return tuple(reached)
 
@@ -161,6 +171,17 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
     """Return the names that code, and code within it, reads or writes outside of itself."""
     inner = (_names_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+def settings_of(modules: Iterable[nn.Module]) -> list[str]:
+    """Return what callers set of layers and layers themselves do not: modes, chances and factors, adapters in use."""
+    return [
+        f"{name}={value}"
+        for unit in modules
+        for module in unit.modules()
+        for name, value in vars(module).items()
+        if type(value) is float or (name in _SET_BY_CALLERS and not isinstance(value, torch.Tensor))
+    ]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

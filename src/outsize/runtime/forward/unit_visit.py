@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from outsize.compat import torch_private
-from outsize.compat.torch_private import memory_key, version_of
+from outsize.compat.torch_private import memory_key, version_of, wants_gradient
 from outsize.errors import ModelError
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.outline import Outline, outline_of
@@ -31,6 +31,14 @@ from outsize.runtime.forward.unit_state import UnitState, same_bits
 
 Forward = Callable[..., Any]
 Roots = list[GradientEdge | None]
+STALE = (
+    "layers were set otherwise between this forward and its backward, which recomputes them (train or eval, dropout, a "
+    "factor, adapters in use): go backward first, or set activations=keep"
+)
+HOOKED = (
+    "what unit {unit} is given has retain_grad() or a hook on its gradient, as of a forward hook on the layer before, "
+    "and its gradient goes on without them: put them on a tensor within a layer, or behind the last one"
+)
 
 
 class Gate:
@@ -306,12 +314,14 @@ class UnitVisit:
         given = zip(self.leaves, versions, strict=False)  # those of its state come last
         self.versions = [(_counter(leaf), count) for leaf, count in given if memory_key(leaf) not in passed]
 
-    def check_unchanged(self, unit: int) -> None:
-        """Check that no argument has been changed in place since the unit, ``unit``, has run.
+    def check_unchanged(self, unit: int, stale: bool) -> None:
+        """Check that neither an argument has been changed in place since the unit, ``unit``, has run, nor the layers.
 
         Raises:
-            ModelError: one has, so that the unit cannot be run again.
+            ModelError: one has, or they are ``stale``, so that the unit cannot be run again.
         """
+        if stale:
+            raise ModelError(STALE)
         versions, self.versions = self.versions, []
         if [version for _, version in versions] != versions_of([leaf for leaf, _ in versions]):
             raise ModelError(
@@ -349,6 +359,8 @@ def visit_of(
     for position, leaf in enumerate(given):
         if is_differentiable(leaf) and (position < num_arguments or leaf.requires_grad):
             if leaf.requires_grad:
+                if wants_gradient(leaf) and box_of(leaf) is not None:
+                    raise ModelError(HOOKED.format(unit=call.unit))
                 sources[position] = GivenTensor(leaf, get_gradient_edge(leaf))
             leaves[position] = leaf.detach()
         if (call.unit, position) in changed:
