@@ -360,7 +360,7 @@ def say_without_cache(model: nn.Module) -> None:
     if trains and any(vars(config).get("use_cache") for config in _configs_of(model)):
         _log.info(
             "%s trains as with use_cache=False: a forward that fills a cache, as its config has it, lays keys out "
-            "otherwise, and its gradients may have other last bits",
+            "otherwise, and its gradients may have other last bits (rows packed by position_ids another loss)",
             type(model).__name__,
         )
 

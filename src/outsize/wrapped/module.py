@@ -236,7 +236,8 @@ def runner_of(model: nn.Module) -> Runner:
         ConfigError: it is not wrapped.
     """
     if not is_wrapped(model):
-        raise ConfigError(f"{type(model).__name__} is not wrapped; call outsize.wrap(model) first")
+        rest = "call outsize.wrap(model) first" if isinstance(model, nn.Module) else "give the model that was"
+        raise ConfigError(f"{type(model).__name__} is not wrapped; {rest}")
     return cast(Runner, vars(model)[_RUNNER])
 
 
