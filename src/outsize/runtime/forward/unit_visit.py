@@ -12,9 +12,11 @@ them, and when a backward pass reaches them their gradients are kept in a `Gradi
 The box holds no activation: what the surrounding code does not need is free at once.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,15 +31,12 @@ from outsize.runtime.forward.outline import Outline, outline_of
 from outsize.runtime.forward.saved_tensors import SavedTensors, Selected
 from outsize.runtime.forward.unit_state import UnitState, same_bits
 
+_log = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 Roots = list[GradientEdge | None]
 STALE = (
     "layers were set otherwise between this forward and its backward, which recomputes them (train or eval, dropout, a "
     "factor, adapters in use): go backward first, or set activations=keep"
-)
-HOOKED = (
-    "what unit {unit} is given has retain_grad() or a hook on its gradient, as of a forward hook on the layer before, "
-    "and its gradient goes on without them: put them on a tensor within a layer, or behind the last one"
 )
 
 
@@ -306,10 +305,7 @@ class UnitVisit:
         self.held = None
 
     def note_versions(self, versions: list[int], returned: list[Tensor]) -> None:
-        """Note how often arguments have been changed in place, but for what the unit passes on as it is.
-
-        Code behind the unit may change that: the unit needs no value of it.
-        """
+        """Note how often arguments have been changed in place, but for those that the unit passes on as they are."""
         passed = {memory_key(leaf) for leaf in returned}
         given = zip(self.leaves, versions, strict=False)  # those of its state come last
         self.versions = [(_counter(leaf), count) for leaf, count in given if memory_key(leaf) not in passed]
@@ -360,7 +356,7 @@ def visit_of(
         if is_differentiable(leaf) and (position < num_arguments or leaf.requires_grad):
             if leaf.requires_grad:
                 if wants_gradient(leaf) and box_of(leaf) is not None:
-                    raise ModelError(HOOKED.format(unit=call.unit))
+                    _say_hooked()
                 sources[position] = GivenTensor(leaf, get_gradient_edge(leaf))
             leaves[position] = leaf.detach()
         if (call.unit, position) in changed:
@@ -376,6 +372,13 @@ def visit_of(
         where,
         state,
         outlet,
+    )
+
+
+@cache
+def _say_hooked() -> None:
+    _log.warning(
+        "retain_grad() or a hook that a forward hook puts on what a layer returns has no effect there"
     )
 
 
