@@ -17,7 +17,7 @@ from contracts.device_contract import (
     MakeDevice,
     pattern,
     raises,
-    same_bits,
+    same_values,
     small_model,
 )
 from contracts.group_contract import GroupContract, ThreadGroup, ThreadWorld, in_ranks
@@ -37,6 +37,6 @@ __all__ = [
     "in_ranks",
     "pattern",
     "raises",
-    "same_bits",
+    "same_values",
     "small_model",
 ]

@@ -36,7 +36,7 @@ def pattern(numel: int, dtype: torch.dtype, seed: int, arena: Arena) -> Tensor:
     return tensor.view(dtype)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors hold the same bytes."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
@@ -99,7 +99,7 @@ def check_device_copies_both_ways(make: MakeDevice) -> None:
                 mark = device.record("down:w0")
             if mark is not None:
                 device.wait("host", mark)
-            assert same_bits(back, source), dtype
+            assert same_values(back, source), dtype
     device.close()
 
 
@@ -199,7 +199,7 @@ class CodecContract:
                 source = bits.clone().view(TORCH_DTYPE[name])
                 decoded = torch.zeros_like(source)
                 codec.decode(encode(codec, source), decoded)
-                assert same_bits(decoded, source), name
+                assert same_values(decoded, source), name
 
     def test_is_deterministic(self) -> None:
         """The same elements give the same bytes, whatever lay in the buffers before."""
@@ -216,7 +216,7 @@ class CodecContract:
             encoded = encode(codec, source)
             encoded_copy = encoded.clone()
             codec.decode(encoded, torch.empty_like(source))
-            assert same_bits(source, copy)
+            assert same_values(source, copy)
             assert torch.equal(encoded, encoded_copy)
 
     def test_refuses_what_does_not_fit(self) -> None:
@@ -245,7 +245,7 @@ class CodecContract:
     def check_decoded(self, codec: Codec, source: Tensor, decoded: Tensor) -> None:
         """Raise AssertionError where ``decoded`` [n] is further from ``source`` [n] than the codec promises."""
         if codec.spec.lossless:
-            assert same_bits(decoded, source)
+            assert same_values(decoded, source)
             return
         group = codec.spec.group or max(source.numel(), 1)
         for one, other in zip(torch.split(source, group), torch.split(decoded, group), strict=True):

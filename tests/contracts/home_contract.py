@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from contracts.device_contract import pattern, raises, same_bits, small_model
+from contracts.device_contract import pattern, raises, same_values, small_model
 from outsize.errors import BudgetExceededError
 from outsize.model.sizes.model_spec import PLANE_ELEMENTS, ModelSpec
 from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout
@@ -59,7 +59,7 @@ def check_home_returns_what_was_written(make: MakeHome) -> None:
             for (unit, plane), source in written.items():
                 into = pattern(source.numel(), source.dtype, 99, arena)
                 home.read(unit, plane, 0, into)
-                assert same_bits(into, source), (dtype, unit, plane)
+                assert same_values(into, source), (dtype, unit, plane)
         home.close()
 
 
@@ -74,7 +74,7 @@ def check_home_moves_ranges(make: MakeHome) -> None:
             home.write(0, "exp_avg", start, values[start : start + PLANE_ELEMENTS])
         into = pattern(numel - PLANE_ELEMENTS, torch.float32, 6, arena)
         home.read(0, "exp_avg", PLANE_ELEMENTS, into)
-        assert same_bits(into, values[PLANE_ELEMENTS:])
+        assert same_values(into, values[PLANE_ELEMENTS:])
     home.close()
 
 
@@ -95,8 +95,8 @@ def check_home_moves_planes_together(make: MakeHome) -> None:
         for plane, source in sources.items():
             alone = pattern(size, source.dtype, 78, arena)
             home.read(0, plane, PLANE_ELEMENTS, alone)
-            assert same_bits(into[plane], source), plane
-            assert same_bits(alone, source), plane
+            assert same_values(into[plane], source), plane
+            assert same_values(alone, source), plane
     home.close()
 
 
@@ -139,7 +139,7 @@ def check_home_serves_threads_at_once(make: MakeHome) -> None:
                 for _ in range(5):
                     home.write(unit, plane, 0, source)
                     home.read(unit, plane, 0, into)
-                    if not same_bits(into, source):
+                    if not same_values(into, source):
                         failures.append((unit, plane))
         except BaseException as error:
             barrier.abort()
@@ -170,9 +170,9 @@ def check_home_lends_what_it_holds(make: MakeHome) -> None:
             lent.copy_(source)
             into = pattern(lent.numel(), lent.dtype, 99, arena)
             home.read(unit, plane, 0, into)
-            assert same_bits(into, source), (unit, plane)
+            assert same_values(into, source), (unit, plane)
             part = home.view(unit, plane, elements)
-            assert same_bits(part, source[PLANE_ELEMENTS : 2 * PLANE_ELEMENTS]), (unit, plane)
+            assert same_values(part, source[PLANE_ELEMENTS : 2 * PLANE_ELEMENTS]), (unit, plane)
     assert raises(ValueError, lambda: home.view(9, "weights"))
     home.close()
 
@@ -187,7 +187,7 @@ def check_home_reads_ranges(make: MakeHome) -> None:
         starts = range(0, numel, PLANE_ELEMENTS)
         pieces = [pattern(PLANE_ELEMENTS, torch.float32, start, arena) for start in starts]
         home.read_ranges(0, "exp_avg", list(zip(starts, pieces, strict=True)))
-        assert same_bits(torch.cat(pieces), source)
+        assert same_values(torch.cat(pieces), source)
     home.close()
 
 

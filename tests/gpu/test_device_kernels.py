@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contracts import same_bits
+from contracts import same_values
 from contracts.device_contract import TORCH_DTYPE, normal
 from outsize.codecs import blockwise, codec, frozen
 from outsize.codecs.blockwise import OnDevice
@@ -72,7 +72,7 @@ def members(numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
 def same(one: Tensor, other: Tensor) -> bool:
     """Whether all bits are equal, but for those of NaN, which differ between a host and a GPU."""
     number = ~one.isnan()
-    return torch.equal(number, ~other.isnan()) and same_bits(one[number], other[number])
+    return torch.equal(number, ~other.isnan()) and same_values(one[number], other[number])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -91,7 +91,7 @@ def test_kernels_have_the_bits_of_torch(name: str, dtype: str, monkeypatch: pyte
             use(monkeypatch, kernels)
             opened.decode(encoded, by_kernel)
             if name in LOSSLESS:
-                assert same_bits(by_kernel.cpu(), source)
+                assert same_values(by_kernel.cpu(), source)
                 continue
             assert same(by_torch.cpu(), by_kernel.cpu())
             if name.startswith("nf4"):
@@ -119,7 +119,7 @@ def test_pieces_are_decoded_at_once_and_one_that_is_as_it_was_alone(
         launched.clear()
         into = torch.empty_like(plane, device=DEVICE)
         opened.decode_pieces(room.to(DEVICE), sizes, into, size)
-        assert same_bits(into.cpu(), plane)
+        assert same_values(into.cpu(), plane)
         as_it_was = any(length == piece.nbytes for length, piece in zip(sizes, pieces, strict=True))
         assert len(launched) == 1 or as_it_was
 

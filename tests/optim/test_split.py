@@ -24,7 +24,7 @@ def of_bits(bits) -> Tensor:
     return torch.from_numpy(np.asarray(bits, np.uint32).view(np.float32).copy())
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_values(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
@@ -46,13 +46,13 @@ def test_every_upper_half_comes_back_bit_for_bit(low, use_native):
     """NaN, infinity, subnormals and -0 among them; whatever the plane of ties held before."""
     master = of_bits(EVERY_UPPER_HALF | low)
     for noise in (0x00, 0xFF):
-        assert same_bits(joined(*split(master, noise=noise)), master)
+        assert same_values(joined(*split(master, noise=noise)), master)
 
 
 def test_a_comb_through_all_numbers_comes_back(use_native):
     """4 million of the 2^32 patterns, evenly spread with a stride that no power of two divides."""
     master = of_bits((np.arange(1 << 22, dtype=np.uint64) * 1021 % 2**32).astype(np.uint32))
-    assert same_bits(joined(*split(master)), master)
+    assert same_values(joined(*split(master)), master)
 
 
 @pytest.mark.parametrize("low", LOWER_HALVES)
@@ -103,7 +103,7 @@ def test_of_24_bits_none_is_lost_and_the_rest_goes_by_chance(low, key, use_nativ
     numbers = NUMBERS | low
     hi, lo, _ = split24(of_bits(numbers), 4096, key)
     kept = in_24_bits(numbers, 4096, key)
-    assert same_bits(joined(hi, lo, None), of_bits(kept))
+    assert same_values(joined(hi, lo, None), of_bits(kept))
     rounded, nearest = hi.double(), of_bits(kept).bfloat16().double()
     finite = rounded.isfinite() & nearest.isfinite()
     far, least = ((each - of_bits(kept))[finite].abs() for each in (rounded, nearest))
@@ -122,7 +122,7 @@ def test_of_24_bits_infinities_stay_and_nans_are_nans(use_native):
     master = of_bits([0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7FC12345, 0x80000000])
     back = joined(*split24(master, 0, 1))
     assert torch.equal(back.isnan(), master.isnan())
-    assert same_bits(back[[0, 1, 5]], master[[0, 1, 5]])
+    assert same_values(back[[0, 1, 5]], master[[0, 1, 5]])
 
 
 def test_the_mean_of_many_roundings_to_24_bits_is_the_number(use_native):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from contracts import pattern, same_bits
+from contracts import pattern, same_values
 from contracts.home_contract import planes_for
 from outsize.model.sizes.model_spec import GRANULE_ELEMENTS, PLANE_ELEMENTS, ModelSpec, pack_unit
 from outsize.optim.adamw import PlaneAdamW
@@ -54,4 +54,4 @@ def test_the_pieces_of_a_disk_home_make_the_unit(
                     assert start == sum(len(chunk) for chunk in found[0])
                     for pieces, chunk in zip(found, chunks, strict=True):
                         pieces.append(chunk.clone())
-                assert all(same_bits(torch.cat(p), s) for p, s in zip(found, written, strict=True))
+                assert all(same_values(torch.cat(p), s) for p, s in zip(found, written, strict=True))

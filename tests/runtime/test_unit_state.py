@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from outsize.runtime.forward.unit_state import same_bits
+from outsize.runtime.forward.unit_state import same_values
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ from outsize.runtime.forward.unit_state import same_bits
     ],
 )
 def test_what_is_no_number_equals_itself(one, other, same):
-    assert same_bits(torch.tensor(one), torch.tensor(other)) is same
+    assert same_values(torch.tensor(one), torch.tensor(other)) is same

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from contracts import pattern, same_bits, small_model
+from contracts import pattern, same_values, small_model
 from contracts.home_contract import planes_for
 from outsize.planner.program.program import parse_op
 from outsize.runtime.device.device import CpuDevice
@@ -43,9 +43,9 @@ def test_a_load_puts_the_weights_into_the_slot_that_it_names(home, arena):
     expected = {unit: fill(home, unit, arena) for unit in (0, 1, 2)}
     for unit, slot in ((0, 1), (1, 0), (2, 1)):
         ops.load(parse_op(f"LOAD {unit}@w0.{slot}"), None)
-        assert same_bits(ops.planes(unit, slot)[0], expected[unit])
+        assert same_values(ops.planes(unit, slot)[0], expected[unit])
         assert ops.planes(unit, slot)[0].data_ptr() == slots[slot].data_ptr()
-    assert same_bits(ops.planes(1, 0)[0], expected[1])
+    assert same_values(ops.planes(1, 0)[0], expected[1])
     assert ops.bytes_up == sum(model.units[unit].weight_bytes("bf16") for unit in (0, 1, 2))
 
 
@@ -58,7 +58,7 @@ def test_what_is_used_in_place_lies_at_home_and_slots_stay_as_they_are(home, are
     for unit, slot in ((0, 1), (1, 0)):
         ops.load(parse_op(f"LOAD {unit}@w0.{slot}"), None)
         (plane,) = ops.planes(unit, slot)
-        assert same_bits(plane, expected[unit])
+        assert same_values(plane, expected[unit])
         at_home = isinstance(home, HostHome)  # from a disk they come up
         assert (plane.data_ptr() == slots[slot].data_ptr()) is not at_home
         assert bool(slots[slot].any()) is not at_home
@@ -86,7 +86,7 @@ def test_by_way_of_a_host_buffer(home, arena):
     ops.read(parse_op("READ 1>h1"), None)
     assert ops.bytes_up == 0
     ops.load(parse_op("LOAD 1@w0.0<h1"), None)
-    assert same_bits(ops.planes(1, 0)[0], expected)
+    assert same_values(ops.planes(1, 0)[0], expected)
 
 
 def test_a_plane_is_the_beginning_of_a_buffer_in_the_compute_dtype():

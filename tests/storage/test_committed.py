@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contracts import pattern, same_bits, small_model
+from contracts import pattern, same_values, small_model
 from contracts.home_contract import planes_for
 from optim.reference import ADAFACTOR
 from outsize import files
@@ -78,7 +78,7 @@ class Place:
 
     def holds(self, home: CommittedHome, planes: Planes) -> bool:
         return all(
-            same_bits(self.read(home, unit, plane, source), source)
+            same_values(self.read(home, unit, plane, source), source)
             for (unit, plane), source in planes.items()
         )
 
@@ -144,8 +144,8 @@ def test_a_part_of_a_plane_may_be_written_alone(place: Place):
         home.commit({"step": 2})
     with place.open() as home:
         whole = place.read(home, 0, "exp_avg", written[0, "exp_avg"])
-        assert same_bits(whole[PLANE_ELEMENTS : 2 * PLANE_ELEMENTS], part)
-        assert same_bits(whole[:PLANE_ELEMENTS], written[0, "exp_avg"][:PLANE_ELEMENTS])
+        assert same_values(whole[PLANE_ELEMENTS : 2 * PLANE_ELEMENTS], part)
+        assert same_values(whole[:PLANE_ELEMENTS], written[0, "exp_avg"][:PLANE_ELEMENTS])
 
 
 def test_before_the_first_commit_there_is_nothing(place: Place):
@@ -210,7 +210,7 @@ def test_another_tile_size_goes_on_from_the_same_home(place: Place, first: int, 
         home.commit({"step": 3})
         expected = written[0, "exp_avg"].clone()
         expected[tile : 2 * tile] = part
-        assert same_bits(place.read(home, 0, "exp_avg", expected), expected)
+        assert same_values(place.read(home, 0, "exp_avg", expected), expected)
         assert place.holds(home, {k: v for k, v in written.items() if k[1] != "exp_avg"})
 
 
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_an_error_that_says_where(place: Place):
         with pytest.raises(StorageError, match=match):
             place.read(home, 0, "exp_avg", written[0, "exp_avg"])
         other = written[0, "exp_avg_sq"]
-        assert same_bits(place.read(home, 0, "exp_avg_sq", other), other)
+        assert same_values(place.read(home, 0, "exp_avg_sq", other), other)
     with place.open() as home, pytest.raises(StorageError, match="embed, plane exp_avg"):
         home.check(place.borrow)
 

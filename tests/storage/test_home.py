@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from contracts import HOME_CONTRACT, pattern, same_bits, small_model
+from contracts import HOME_CONTRACT, pattern, same_values, small_model
 from contracts.home_contract import planes_for
 from outsize.errors import BudgetExceededError
 from outsize.storage.committed import CommittedHome
@@ -59,7 +59,7 @@ def test_a_view_is_the_plane_itself(arena):
         view.copy_(pattern(len(view), torch.float32, 3, arena))
         into = arena.take(view.nbytes, "into").view(torch.float32)
         home.read(1, "exp_avg", 0, into)
-        assert same_bits(into, view)
+        assert same_values(into, view)
         with pytest.raises(ValueError, match="unit 2 has no plane 'exp_avg'; it has weights"):
             home.view(2, "exp_avg")
 

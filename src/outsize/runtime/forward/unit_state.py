@@ -28,7 +28,7 @@ from outsize.compat.torch_private import (
     forward_hooks_of,
     has_hooks_of_all,
 )
-from outsize.compat.transformers_private import OUTPUT_HOOKS
+from outsize.compat.transformers_private import ADAPTERS_IN_USE, OUTPUT_HOOKS
 from outsize.runtime.forward.outline import outline_of
 from outsize.runtime.forward.places import Variables
 
@@ -38,7 +38,6 @@ _WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 # Models of these assign to nothing outside of themselves.
 _LIBRARY = re.compile(r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch|numpy|outsize)\b")
 _OF_PYTHON = sys.stdlib_module_names - {"__main__"}
-_SET_BY_CALLERS = ("training", "scaling", "_active_adapter", "_disable_adapters")  # the last three are PEFT's
 
 
 class UnitState:
@@ -74,7 +73,7 @@ def untouched(state: UnitState, values: Iterable[Any] = ()) -> Iterator[None]:
         outline.restore(leaves)
         with torch.no_grad():
             for leaf, value in zip(leaves[start:], copies, strict=True):
-                if not same_bits(leaf, value):
+                if not same_values(leaf, value):
                     leaf.copy_(value)
 
 
@@ -180,11 +179,11 @@ def settings_of(modules: Iterable[nn.Module]) -> list[str]:
         for unit in modules
         for module in unit.modules()
         for name, value in vars(module).items()
-        if type(value) is float or (name in _SET_BY_CALLERS and not isinstance(value, torch.Tensor))
+        if type(value) is float or name == "training" or name in ADAPTERS_IN_USE
     ]
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors hold the same; what is no number equals itself."""
     if one.shape != other.shape or torch.equal(one, other):
         return one.shape == other.shape
@@ -224,7 +223,7 @@ class LeftState:
         left = next((name for name in names if not name.endswith(self._expected)), None)
         if left is None and in_place:
             pairs = enumerate(zip(self._leaves, self._values, strict=True))
-            others = (at for at, (leaf, value) in pairs if not same_bits(leaf, value))
+            others = (at for at, (leaf, value) in pairs if not same_values(leaf, value))
             left = next(map(self._outline.name_of_leaf, others), None)
         return left
 
@@ -238,7 +237,7 @@ class LeftState:
         set_random_states(self._device, self._random)
         with torch.no_grad():
             for leaf, value in zip(self._leaves, self._values, strict=True):
-                if not same_bits(leaf, value):
+                if not same_values(leaf, value):
                     leaf.copy_(value)
 
 

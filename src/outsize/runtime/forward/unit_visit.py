@@ -29,7 +29,7 @@ from outsize.errors import ModelError
 from outsize.model.walk import UnitCall
 from outsize.runtime.forward.outline import Outline, outline_of
 from outsize.runtime.forward.saved_tensors import SavedTensors, Selected
-from outsize.runtime.forward.unit_state import UnitState, same_bits
+from outsize.runtime.forward.unit_state import UnitState, same_values
 
 _log = logging.getLogger(__name__)
 Forward = Callable[..., Any]
@@ -245,7 +245,7 @@ class UnitVisit:
         if graph and self.state is not None:
             with torch.no_grad():
                 for position in self._own():
-                    if not same_bits(given[position], leaves[position]):  # outer code may have saved it
+                    if not same_values(given[position], leaves[position]):  # outer code may have saved it
                         given[position].copy_(leaves[position])
         if returned.outline.places:
             returned.outline.restore([leaf.detach() for leaf in returned.leaves])
@@ -268,7 +268,7 @@ class UnitVisit:
 
     def changes_in_place(self, given: list[Tensor]) -> bool:
         """Whether the run has changed tensors of the state: ``given`` is what `given` was before it."""
-        return not all(same_bits(self.leaves[position], given[position]) for position in self._own())
+        return not all(same_values(self.leaves[position], given[position]) for position in self._own())
 
     def _called(self, forward: Forward, leaves: list[Tensor], *, fresh: bool) -> Returned:
         arguments, num = self.arguments, self.num_arguments

@@ -21,7 +21,7 @@ from outsize.runtime.forward.unit_state import (
     States,
     UnitState,
     random_states,
-    same_bits,
+    same_values,
     set_random_states,
     untouched,
 )
@@ -143,7 +143,7 @@ class UnitMeasure:
 
     def is_same(self, leaves: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         """Return whether a unit gave the same with a graph and without."""
-        return all(map(same_bits, leaves, others))
+        return all(map(same_values, leaves, others))
 
     def random_states(self) -> States:
         """Return where the generators of random numbers are."""
