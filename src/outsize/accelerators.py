@@ -231,12 +231,9 @@ class Devices:
 
     def memory_info(self) -> list[tuple[int, int]]:
         """Return free and total bytes of each accelerator, in equal parts where workers share one; else nothing."""
-        infos = []
-        for index in self.indices if self.accelerated else ():
-            free, total = _memory_info(self.kind, index)
-            sharing = self.indices.count(index)
-            infos.append((free // sharing, total // sharing))
-        return infos
+        indices = self.indices if self.accelerated else ()
+        infos = [(*_memory_info(self.kind, index), indices.count(index)) for index in indices]
+        return [(free // sharing, total // sharing) for free, total, sharing in infos]
 
     def num_allocator_retries(self) -> int:
         """Return how often torch found no memory on an accelerator and gave all that was free back to the driver."""
@@ -375,23 +372,24 @@ def check_device_name(value: str) -> str:
 def synchronize(device: "str | torch.device") -> None:
     """Return when all work on a device is done, as it is on a CPU at any time."""
     if is_accelerator(device):
-        import torch
+        module_of(device).synchronize(device)
 
-        torch.accelerator.synchronize(device)
+
+def as_current(device: "str | torch.device") -> AbstractContextManager[Any]:
+    """Return a context in which a device is the thread's current one: kernels of Triton are launched on that alone."""
+    return module_of(device).device(device) if kind_of(device) in VENDORS else nullcontext()
 
 
 def new_event(device: "str | torch.device") -> Any:
-    """Return an event that is timed, and that a thread waits for asleep."""
+    """Return an event that is timed, and that a thread waits for asleep; streams of `torch.accelerator` ignore it."""
     return module_of(device).Event(**vendor_of(device).event_options)
 
 
 def catch_up(device: "str | torch.device") -> None:
     """Return when all is done that the thread has enqueued on a device; asleep, where a copy would keep a core busy."""
     if kind_of(device) in VENDORS:
-        import torch
-
         mark = new_event(device)
-        mark.record(torch.accelerator.current_stream(device))
+        mark.record(module_of(device).current_stream(device))
         mark.synchronize()
 
 

@@ -190,10 +190,60 @@ class Stream(torch.Stream):
             return super().__new__(cls, **known)
         return super().__new__(cls, torch.device(KIND, _index(device)))
 
+    def wait_event(self, event: torch.Event) -> None:
+        """As there: the event is asked, since `torch.Stream.wait_event` knows its own alone."""
+        event.wait(self)
 
-def _event(enable_timing: bool = False, blocking: bool = False) -> torch.Event:
-    """As `torch.cuda.Event`; a function, since `torch.Event.elapsed_time` refuses subclasses."""
-    return torch.Event(torch.device(KIND, _index()), enable_timing=enable_timing, blocking=blocking)
+
+class Event(torch.Event):
+    """As `torch.cuda.Event`: none of what `torch.Event` knows is recorded, and streams are those of `Stream`.
+
+    So `torch.Stream.wait_event` waits for nothing, and says nothing. Of torch 2.10 it reads memory of other streams'
+    classes that is not there; here that is an error.
+    """
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> "Event":
+        event = super().__new__(cls, torch.device(KIND, _index()))
+        event._inner = torch.Event(
+            torch.device(KIND, _index()), enable_timing=enable_timing, blocking=blocking
+        )
+        return event
+
+    _inner: torch.Event
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._inner.device
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        self._inner.record(_stream_of(stream))
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self._inner.wait(_stream_of(stream))
+
+    def query(self) -> bool:
+        return self._inner.query()
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+
+    def elapsed_time(self, other: torch.Event) -> float:
+        return self._inner.elapsed_time(other._inner if isinstance(other, Event) else other)
+
+
+def _stream_of(stream: torch.Stream | None) -> Stream:
+    stream = _current_stream() if stream is None else stream
+    if not isinstance(stream, Stream):
+        raise TypeError(
+            f"torch 2.10 takes no {type(stream).__name__} of another class here, and reads beyond it"
+        )
+    return stream
+
+
+def _current_stream(device: Any = None) -> Stream:
+    """As `torch.cuda.current_stream`, whose stream is of the class of this module."""
+    now = torch.accelerator.current_stream(torch.device(KIND, _index(device)))
+    return Stream(stream_id=now.stream_id, device_index=now.device_index, device_type=now.device_type)
 
 
 @contextmanager
@@ -253,12 +303,10 @@ def _module(extension: types.ModuleType) -> types.ModuleType:
         set_device=lambda device: extension.set_device(_index(device)),
         synchronize=lambda device=None: extension.synchronize(_index(device)),
         Stream=Stream,
-        Event=_event,
+        Event=Event,
         device=_on_device,
         stream=_OnStream,
-        current_stream=lambda device=None: torch.accelerator.current_stream(
-            torch.device(KIND, _index(device))
-        ),
+        current_stream=_current_stream,
         manual_seed=lambda seed: generator().manual_seed(int(seed)) and None,
         manual_seed_all=_seed_all,
         get_rng_state=lambda device=None: generator(device).get_state(),

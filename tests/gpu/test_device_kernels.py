@@ -52,7 +52,7 @@ def kernels_here() -> Any:
         from outsize.codecs import device_kernels
 
         return device_kernels
-    return codec.device_kernels(DEVICE.type)
+    return codec.device_kernels(DEVICE)
 
 
 def members(numel: int, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -174,9 +174,9 @@ def test_kernels_that_give_other_bits_are_not_used_and_said(monkeypatch: pytest.
     kernels = kernels_here()
     monkeypatch.setattr(codec, "TRITON_KINDS", (DEVICE.type,))
     codec.device_kernels.cache_clear()
-    assert codec.device_kernels(DEVICE.type) is kernels
+    assert codec.device_kernels(DEVICE) is kernels
     codec.device_kernels.cache_clear()
     monkeypatch.setattr(kernels, "decode_nf4", lambda *arguments: arguments[-1].fill_(1))
     with pytest.warns(UserWarning, match="kernels of nf4, nf4-double give other bits"):
-        assert codec.device_kernels(DEVICE.type) is None
+        assert codec.device_kernels(DEVICE) is None
     codec.device_kernels.cache_clear()

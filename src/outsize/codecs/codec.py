@@ -40,23 +40,23 @@ def pieces_on(device: torch.device, on_host: int) -> int:
 
 
 @cache
-def device_kernels(kind: str) -> Any:
+def device_kernels(device: torch.device) -> Any:
     """Return `outsize.codecs.device_kernels` once they have given, on this machine, the bits of the host's forms.
 
     None where torch does their work. Triton needs a C compiler here; of a kind that has Triton and cannot use it, or
     gets other bits, it is said why.
     """
-    if kind not in TRITON_KINDS or importlib.util.find_spec("triton") is None or native.turned_off():
+    if device.type not in TRITON_KINDS or importlib.util.find_spec("triton") is None or native.turned_off():
         return None
     try:
         kernels = importlib.import_module("outsize.codecs.device_kernels")
-        wrong = [name for name in PROVED if not kernels.has_bits_of_host(open_codec(name), kind)]
+        wrong = [name for name in PROVED if not kernels.has_bits_of_host(open_codec(name), device)]
     except Exception as error:  # whatever Triton, its compiler or the driver raise
-        warnings.warn(f"on {kind} codecs run op by op, since Triton fails there: {error}", stacklevel=2)
+        warnings.warn(f"on {device} codecs run op by op, since Triton fails there: {error}", stacklevel=2)
         return None
     if wrong:
         warnings.warn(
-            f"on {kind} codecs run op by op, since kernels of {', '.join(wrong)} give other bits there than on the "
+            f"on {device} codecs run op by op, since kernels of {', '.join(wrong)} give other bits there than on the "
             "host; please report it with the versions of Triton and of the driver",
             stacklevel=2,
         )
@@ -81,7 +81,7 @@ class Codec(ABC):
 
     def kernels_on(self, device: torch.device) -> Any:
         """Return the kernels that do its work on a device; None where torch does it."""
-        return self._kernels[0] if self._kernels else device_kernels(device.type)
+        return self._kernels[0] if self._kernels else device_kernels(device)
 
     def encode(self, source: Tensor, into: Tensor) -> int:
         """Write ``source`` into the first bytes of ``into`` and return how many.

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outsize.accelerators import as_current
 from outsize.codecs.blockwise import LEAST_SCALE, PIECE_ELEMENTS, SPREAD_PIECE
 from outsize.codecs.codec_spec import BLOCKWISE
 
@@ -36,7 +37,7 @@ _LAUNCHING = threading.Lock()
 
 
 def _launch(kernel: Any, programs: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    with _LAUNCHING:
+    with _LAUNCHING, as_current(arguments[0].device):
         kernel[programs](*arguments, **constants, enable_fp_fusion=False)
 
 
@@ -44,15 +45,15 @@ def _bf16_words(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
-def has_bits_of_host(codec: "Codec", kind: str) -> bool:
-    """Return whether numbers that are encoded and decoded on a device of ``kind`` are those of the host."""
+def has_bits_of_host(codec: "Codec", device: torch.device) -> bool:
+    """Return whether numbers that are encoded and decoded on a device are those of the host."""
     host, by_kernels = codec.by(None), codec.by(sys.modules[__name__])
     source = torch.randn(_PROVED_ELEMENTS, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     room = torch.zeros(codec.spec.max_bytes(len(source), "bf16"), dtype=torch.uint8)
     encoded, here = room[: host.encode(source, room)], torch.empty_like(source)
     host.decode(encoded, here)
-    there, room_there = torch.empty_like(source, device=kind), torch.zeros_like(room, device=kind)
-    arrived, source_there, encodes = encoded.to(kind), source.to(kind), codec.spec in BLOCKWISE
+    there, room_there = torch.empty_like(source, device=device), torch.zeros_like(room, device=device)
+    arrived, source_there, encodes = encoded.to(device), source.to(device), codec.spec in BLOCKWISE
     by_kernels.decode(arrived, there)
     size = by_kernels.encode(source_there, room_there) if encodes else 0  # the only ones that kernels encode
     same_numbers = torch.equal(here.view(torch.int16), there.cpu().view(torch.int16))

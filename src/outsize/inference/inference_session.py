@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outsize.accelerators import as_current
 from outsize.errors import InfeasiblePlanError
 from outsize.inference.experts import ExpertCache, ExpertStatistics, find_experts, without
 from outsize.inference.kv_cache import (
@@ -178,7 +179,8 @@ class InferenceSession:
             if self._depth == 1:
                 self._boundaries.outside = self._unit
                 self._bind_rest()
-            with self._experts.active() if self._depth == 1 else nullcontext():
+            experts = self._experts.active() if self._depth == 1 else nullcontext()
+            with as_current(self._device.torch_device), experts:
                 yield
         finally:
             self._depth -= 1

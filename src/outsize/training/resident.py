@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.accelerators import as_current
 from outsize.compat.torch_private import muon_products, parameters_of
 from outsize.config import Config
 from outsize.config.model_section import OptimizerConfig
@@ -271,7 +272,7 @@ def materialise(prepared: Job) -> Iterator[dict[str, Tensor]]:
                 parameters_of(module)[attribute] = parameter
             if tensor.name not in dtypes:
                 masters[tensor.name] = parameters[0] if weights is master else master
-        with buffers_on(split.model, device):
+        with as_current(device), buffers_on(split.model, device):
             yield masters
     finally:
         for (_, attribute), (module, meta) in meta_parameters.items():

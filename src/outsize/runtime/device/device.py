@@ -311,20 +311,20 @@ class Accelerator(Device):
     def here(self) -> torch.Event:
         """See `Device.here`."""
         mark: torch.Event = new_event(self.name)
-        mark.record(torch.accelerator.current_stream(self.torch_device))
+        mark.record(self._torch.current_stream(self.torch_device))
         return mark
 
     def beside(self, mark: torch.Event, work: Callable[[], None]) -> torch.Event:
         """See `Device.beside`; all such work of a device is in order on one stream."""
         with self.behind("decode"):
-            torch.accelerator.current_stream(self.torch_device).wait_event(mark)
+            self._torch.current_stream(self.torch_device).wait_event(mark)
             work()
             return self.here()
 
     def rejoin(self, mark: torch.Event | None) -> None:
         """See `Device.rejoin`."""
         if mark is not None:
-            torch.accelerator.current_stream(self.torch_device).wait_event(mark)
+            self._torch.current_stream(self.torch_device).wait_event(mark)
 
     def seconds(self, mark: torch.Event) -> float:
         """See `Device.seconds`; good to half a microsecond for the first seconds after the mark before."""

@@ -277,10 +277,10 @@ def decoding_bytes(spec: ModelSpec, devices: Devices) -> int:
     if not parts:
         return 0
     room, largest = max(part.encoded_bytes for part in parts), max(part.numel for part in parts)
-    kind = devices.torch_device.type
-    if device_kernels(kind) is not None:
+    device = devices.torch_device
+    if device_kernels(device) is not None:
         return room
-    on_host = kind == "cpu"
+    on_host = device.type == "cpu"
     pieces = _PIECES_BYTES if on_host else _ELEMENT_BYTES * min(largest, DEVICE_PIECE_ELEMENTS)
     return room + largest // _GROUP * _SCALE_BYTES + pieces
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.accelerators import synchronize
+from outsize.accelerators import as_current, synchronize
 from outsize.compat import torch_private
 from outsize.errors import ModelError
 from outsize.group.group import Pace, SingleGroup
@@ -105,7 +105,7 @@ def _time_units(
     sums = GradientSums()
     binder = Binder(split, sums)
     try:
-        with buffers_on(split.model, device), without_trace(split.model, device):
+        with as_current(device), buffers_on(split.model, device), without_trace(split.model, device):
             weights = bind_trial_weights(binder, split.spec, device)
             numel = max(unit.numel for unit in split.spec.units)
             gradient = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -216,7 +216,7 @@ class _Clock:
     def _kept(self, unit: int, call: UnitCall, count: int) -> list[Sample]:
         """FK, and its B; as in a step several wait at once, so that caches do not hold what each has kept."""
         forward, planes, samples = self._forwards[unit], {unit: (self._weights,)}, list[Sample]()
-        look = self._limit.keep if self._limit is not None else _nothing
+        look = self._limit.keep if self._limit is not None else lambda: None
         while len(samples) < count:
             waiting = []
             for _ in range(min(self._num_kept[unit], count - len(samples))):
@@ -296,10 +296,6 @@ def _num_samples(first_s: float) -> int:
     return min(MOST, max(FEWEST, wanted, math.ceil(REPEATED_S / max(first_s, 1e-9))))
 
 
-def _nothing() -> None:
-    """Where resident memory is nobody's promise, nobody looks at it."""
-
-
 def compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.device) -> None:
     """Have units compiled for microbatches such as ``inputs``: pass them once, with graphs, as a step does.
 
@@ -320,6 +316,7 @@ def _compile_units(split: Split, inputs: Mapping[str, Tensor], device: torch.dev
     run = MicrobatchRun(split.model, on_device, tracked_units(split.spec), lambda *_: None)
     try:
         with (
+            as_current(device),
             Boundaries(split.modules) as boundaries,
             buffers_on(split.model, device),
             without_trace(split.model, device),
