@@ -264,14 +264,6 @@ def test_another_seed_rounds_otherwise_and_the_same_seed_the_same(moments, use_n
     assert not torch.equal(results[0].exp_avg.view(torch.uint8), results[2].exp_avg.view(torch.uint8))
 
 
-def test_bytes_per_parameter():
-    master = random(2048, 0)
-    assert planes_of(master).bytes_per_element() == 12.125
-    assert planes_of(master, "bf16").bytes_per_element() == 8
-    assert planes_of(master, "int8").bytes_per_element() == 6.03125
-    assert planes_of(master, "int8", "split24").bytes_per_element() == 5.03125
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

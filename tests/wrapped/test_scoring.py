@@ -152,6 +152,21 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path, load: Callable[..., An
         list(score(model, [[5] * 65]))
 
 
+@pytest.mark.parametrize("room", ["350KiB", "600KiB"])
+def test_what_is_computed_together_leaves_room_for_a_unit_to_come_up(
+    room: str, tmp_path: Path, load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Or each unit would be waited for, where the same texts in smaller groups hide it."""
+    monkeypatch.setattr("outsize.wrapped.writing.scoring.FIRST_TOKENS", 32)
+    texts = make_texts([32] * 64)
+    model = load(make_model_dir(tmp_path / "model", "llama"), device_memory=room)
+    list(score(model, texts[:1], wave_tokens=32))
+    list(score(model, texts, wave_tokens=64 * 32))
+    scan = runner_of(model)._scan
+    assert scan is not None
+    assert scan._scan.num_slots != 1
+
+
 def test_waves_grow_until_computing_takes_longer_than_moving(tmp_path: Path, load: Callable[..., Any]):
     """And those that take more than there is are run in halves."""
     model = load(make_model_dir(tmp_path / "model"), device_memory="300KiB")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import outsize
 from outsize.errors import ConfigError, DataError, InfeasiblePlanError
 from outsize.inference.inference_session import InferenceStatistics
-from outsize.inference.waves import LoadHiding
+from outsize.inference.waves import PAST_BREAK_EVEN, LoadHiding
 from outsize.wrapped.module import runner_of
 from support import make_model_dir
 
@@ -202,9 +202,9 @@ def test_enough_hides_loading_also_where_nobody_sees_how_long_copies_take():
     break_even = LoadHiding()
     break_even.took(1, 1.0, None, statistics(1000, 0.9, 0.001))  # a copy is handed over at once
     assert break_even.load_s == 1.0
-    assert break_even.enough == int(1.5 / 0.1)
+    assert break_even.enough == int(PAST_BREAK_EVEN / 0.1)
     break_even.took(15, 1.6, statistics(1000, 0.9, 0.001), statistics(2000, 0.9, 0.002))
-    assert break_even.enough == int(1.5 / (1.6 / 15))
+    assert break_even.enough == int(PAST_BREAK_EVEN / (1.6 / 15))
     resident = LoadHiding()
     resident.took(1, 1.0, statistics(5, 0.0, 0.0), statistics(5, 0.0, 0.0))
     assert resident.enough == 0

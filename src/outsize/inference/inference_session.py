@@ -52,6 +52,7 @@ from outsize.runtime.forward.binding import Binder
 
 # Room that is kept free for a cache to grow into, as a share of it, so that units do not give way at every token.
 CACHE_AHEAD = 8
+ESTIMATE_SHARE = 0.9  # of room that is filled by what smaller forwards took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +227,22 @@ class InferenceSession:
     @property
     def room_for_waiting(self) -> int:
         """Bytes that forwards may hold together between units: half of what slots and one forward leave."""
-        slots = self._scan.num_slots * self._scan.slot_bytes
+        slots = max(self._scan.num_slots * self._scan.slot_bytes, self._loading_bytes)
         return max((self._room_bytes - self._workspace.known_bytes - slots) // 2, 0)
+
+    @property
+    def _loading_bytes(self) -> int:
+        """Of a unit that computes and one that comes up meanwhile."""
+        return min(2 * max(self._unit_bytes), sum(self._unit_bytes))
+
+    def tokens_beside_loading(self, waiting_bytes: int) -> int:
+        """Return the tokens of a forward that leaves room for a unit to come up, by what the largest so far took.
+
+        Args:
+            waiting_bytes: that forwards hold together between units.
+        """
+        room = self._room_bytes - waiting_bytes - self._loading_bytes
+        return int(ESTIMATE_SHARE * room / max(self._workspace.bytes_per_token, 1.0))
 
     def has_room_for(self, num_bytes: int) -> bool:
         """Whether forwards may hold so many bytes, keys and values too, beside the slots of units and one forward."""

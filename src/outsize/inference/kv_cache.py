@@ -67,6 +67,11 @@ class Workspace:
         self._measuring: ForwardExtent | None = None
         self.known_bytes = self.measured_bytes = 0
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the largest forward so far; 0 before the first."""
+        return self.known_bytes / (self._largest.rows * self._largest.length) if self._largest else 0.0
+
     def begin(self, extent: ForwardExtent) -> bool:
         """A forward of that size begins; returns whether it is larger than any before, and measured therefore."""
         self._measuring = None if self._largest is not None and self._largest.covers(extent) else extent

@@ -1,9 +1,8 @@
 """Copy a unit's weights from the offload store to the device: all of them, or rows of an embedding."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from outsize.runtime.ops.context import StepContext
 from outsize.runtime.ops.load_ops import WeightOps
 from outsize.storage.home import Home
 from outsize.storage.ledger import Arena, Ledger, Pinner
-from outsize.units import align_up
 
 # Rows that are read from disk together: a few MiB keep its queue full.
 READ_BYTES = 4 * 2**20
@@ -142,32 +140,28 @@ class Source:
         done = 0
         count = max(READ_BYTES // max(width * dtype.itemsize, 2 * 4096), 1)
         for part in numbers.tensor_split(tuple(range(count, len(numbers), count))):
-            read = self._read_rows(unit, tensor, part.tolist(), width, dtype)
+            read = self._read_rows(unit, tensor, part, width, dtype)
             self._device.copy(rows[done : done + len(part)], read.view(len(part), *tensor.shape[1:]))
             done += len(part)
         return rows
 
     def _read_rows(
-        self, unit: int, tensor: TensorSpec, numbers: Sequence[int], width: int, dtype: torch.dtype
+        self, unit: int, tensor: TensorSpec, numbers: Tensor, width: int, dtype: torch.dtype
     ) -> Tensor:
         """Read the stretches of the plane that rows lie in, all in flight together, and pick the rows out."""
-        starts = [tensor.offset + number * width for number in numbers]
-        stretches = list(_stretches(starts, width))
-        sizes = [stop - start for start, stop in stretches]
-        picked = torch.empty(len(numbers), width, dtype=dtype)
+        starts = tensor.offset + numbers * width
+        lows, highs = starts // PLANE_ELEMENTS, (starts + width - 1) // PLANE_ELEMENTS + 1
+        apart = lows[1:] > highs[:-1]  # neighbours are joined
+        held_by = nn.functional.pad(apart.cumsum(0), (1, 0))
+        firsts = lows[nn.functional.pad(apart, (1, 0), value=True)] * PLANE_ELEMENTS
+        sizes = highs[nn.functional.pad(apart, (0, 1), value=True)] * PLANE_ELEMENTS - firsts
         with Arena() as arena:
-            memory = arena.take(sum(sizes) * dtype.itemsize, "rows").view(dtype)
-            pieces = memory.tensor_split(tuple(accumulate(sizes[:-1])))
-            wanted = [(start, piece) for (start, _), piece in zip(stretches, pieces, strict=True)]
-            self._home.read_ranges(unit, "weights", wanted)
+            memory = arena.take(int(sizes.sum()) * dtype.itemsize, "rows").view(dtype)
+            pieces = memory.tensor_split(sizes.cumsum(0)[:-1])
+            self._home.read_ranges(unit, "weights", list(zip(firsts.tolist(), pieces, strict=True)))
             self._count(memory.nbytes)
-            stretch = 0
-            for row, start in enumerate(starts):
-                while start >= stretches[stretch][1]:
-                    stretch += 1
-                first = start - stretches[stretch][0]
-                picked[row] = pieces[stretch][first : first + width]
-        return picked
+            at = (sizes.cumsum(0) - sizes - firsts)[held_by] + starts
+            return memory.as_strided((len(memory) - width + 1, width), (1, 1)).index_select(0, at)
 
     def _count(self, num_bytes: int) -> None:
         with self._counting:
@@ -176,21 +170,6 @@ class Source:
     def close(self) -> None:
         """Give buffers back; idempotent."""
         self._arena.close()
-
-
-def _stretches(starts: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
-    """Ranges of whole `PLANE_ELEMENTS` that hold the rows, ascending, neighbours joined."""
-    first, last = None, 0
-    for start in starts:
-        low, high = start // PLANE_ELEMENTS * PLANE_ELEMENTS, align_up(start + width, PLANE_ELEMENTS)
-        if first is not None and low <= last:
-            last = max(last, high)
-            continue
-        if first is not None:
-            yield first, last
-        first, last = low, high
-    if first is not None:
-        yield first, last
 
 
 def is_table(module: nn.Module, unit: UnitSpec) -> bool:

@@ -22,7 +22,7 @@ from outsize.inference.kv_cache import ForwardExtent, Growth, bytes_held, extent
 from outsize.model.walk import Boundaries, Finished, UnitCall, Walk
 from outsize.units import align_up
 
-PAST_BREAK_EVEN = 1.5  # computing of a pass over loading the weights for it
+PAST_BREAK_EVEN = 3.0  # computing of a pass over loading the weights for it
 # Tokens to which the length of a generation is rounded up where its keys and values are counted.
 LENGTH_STEP = 64
 

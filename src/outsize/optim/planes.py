@@ -143,11 +143,6 @@ class StatePlanes:
         object.__setattr__(part, "others", {name: plane[start:stop] for name, plane in self.others.items()})
         return part
 
-    def bytes_per_element(self) -> float:
-        """Return the bytes of all planes per element."""
-        planes = (*self._present().values(), *self.others.values())
-        return sum(plane.nbytes for plane in planes) / self.numel
-
     def _present(self) -> dict[str, Tensor]:
         present = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
         return {name: plane for name, plane in present.items() if plane is not None}

@@ -202,9 +202,9 @@ class Inferring(Planned):
         return self._flight_state.watched(model, self._device)
 
     @property
-    def room_for_waiting(self) -> int | None:
-        """See `InferenceSession`; None where nothing streams."""
-        return None if self._scan is None else self._scan.room_for_waiting
+    def streaming(self) -> InferenceSession | None:
+        """What streams weights for forwards alone; None before the first, or where nothing streams."""
+        return self._scan
 
     def inference_statistics(self) -> InferenceStatistics | None:
         """What inference has moved so far; None where it has streamed nothing."""

@@ -149,7 +149,7 @@ def score(
     """
     _check_kind(model, want)
     pace = _Pace(model, wave_tokens, ScoringFigures() if figures is None else figures, top_k)
-    pace.group_tokens = group_tokens or GROUP_TOKENS
+    pace.group_tokens = group_tokens
     for wave in _waves(model, texts, pace, group_tokens or 1):
         yield from pace.run(wave, want)
 
@@ -162,7 +162,7 @@ class _Pace:
     ) -> None:
         self._model, self._runner = model, runner_of(model)
         self._given, self.figures, self._top_k = wave_tokens, figures, top_k
-        self.group_tokens = GROUP_TOKENS
+        self.group_tokens: int | None = None
         self._waiting_per_token = 0.0
         self._break_even = LoadHiding()
 
@@ -176,9 +176,8 @@ class _Pace:
         enough: float = self._break_even.enough
         if not enough:  # nothing streams
             return max(FIRST_TOKENS, GROUP_TOKENS)
-        room = self._runner.room_for_waiting
-        if room is not None and self._waiting_per_token:
-            enough = min(enough, room / self._waiting_per_token)
+        if self._runner.streaming is not None and self._waiting_per_token:
+            enough = min(enough, self._runner.streaming.room_for_waiting / self._waiting_per_token)
         return max(int(enough), FIRST_TOKENS)
 
     def run(self, wave: Sequence[ScoredText], want: Scored) -> list[Any]:
@@ -188,12 +187,22 @@ class _Pace:
         except InfeasiblePlanError:
             if len(wave) == 1:
                 raise
-        self.group_tokens = max(self.group_tokens // 2, 1)
+        self.group_tokens = max((self.group_tokens or GROUP_TOKENS) // 2, 1)
         middle = len(wave) // 2
         return self.run(wave[:middle], want) + self.run(wave[middle:], want)
 
+    def _most_grouped(self, waiting_bytes: int) -> int:
+        """Return the tokens of sequences that are computed together: as many as leave a unit room to come up beside."""
+        if self.group_tokens is not None or self._runner.streaming is None:
+            return self.group_tokens or GROUP_TOKENS
+        return min(
+            GROUP_TOKENS, max(self._runner.streaming.tokens_beside_loading(waiting_bytes), FIRST_TOKENS)
+        )
+
     def _run(self, wave: Sequence[ScoredText], want: Scored) -> list[Any]:
-        groups = _groups(wave, self.group_tokens)
+        num_tokens = sum(len(text.ids) for text in wave)
+        expected = int(self._waiting_per_token * num_tokens)
+        groups = _groups(wave, self._most_grouped(expected))
         results: list[Any] = [None] * len(wave)
 
         def keep(number: int, output: Any) -> None:
@@ -201,10 +210,8 @@ class _Pace:
             for row, text in zip(states, groups[number], strict=True):
                 results[text] = _result(row, wave[text], want, self._top_k)
 
-        num_tokens = sum(len(text.ids) for text in wave)
         inputs = [_inputs(self._model, [wave[text] for text in group]) for group in groups]
         before, began = self._runner.inference_statistics(), time.perf_counter()
-        expected = int(self._waiting_per_token * num_tokens)
         waiting = self._runner.forward_together(inputs, expected, keep)
         took = time.perf_counter() - began
         after = self._runner.inference_statistics()
