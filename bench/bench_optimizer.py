@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,20 @@ def in_torch_ops(run: Callable[[], None]) -> Callable[[], None]:
     return plain
 
 
+def bytes_per_element(planes: StatePlanes) -> float:
+    """Bytes of all planes."""
+    found = [
+        *(getattr(planes, each.name) for each in fields(planes) if each.name != "others"),
+        *planes.others.values(),
+    ]
+    return sum(plane.nbytes for plane in found if plane is not None) / planes.numel
+
+
 def stepper(unit: UnitSpec, planes: StatePlanes, gradient: Tensor) -> Form:
     def run() -> None:
         step_state(RULE, unit, planes, gradient, start=0, step=STEP, lr=LR, seed=1)
 
-    kept = planes.bytes_per_element()
+    kept = bytes_per_element(planes)
     # The bits of ties are touched at one element in 65,536.
     moved = 2 * (kept - (0.125 if planes.master_ties is not None else 0.0)) + gradient.element_size()
     return Form(run, moved, kept)
@@ -139,7 +148,7 @@ def around_torch(planes: StatePlanes, gradient: Tensor) -> Form:
             fused(master[:size], wide[:size], exp_avg[part], exp_avg_sq[part])
             split_master(master[:size], planes.weights[part], low[part], bits)
 
-    return Form(run, 26.0, planes.bytes_per_element())
+    return Form(run, 26.0, bytes_per_element(planes))
 
 
 def compiled(planes: StatePlanes, gradient: Tensor) -> Form:
@@ -171,7 +180,7 @@ def compiled(planes: StatePlanes, gradient: Tensor) -> Form:
 
     form = torch.compile(plain)
     form(*arguments)
-    return Form(lambda: form(*arguments), 26.0, planes.bytes_per_element())
+    return Form(lambda: form(*arguments), 26.0, bytes_per_element(planes))
 
 
 def triad(numel: int) -> Form:
