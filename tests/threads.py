@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from outsize.runtime.device.heap import release_team
+from outsize.runtime.engine.executor import release_team
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What libraries read of the environment once: how long threads of OpenMP spin, and how products repeat their bits.
 
 Several lanes compute at once: threads that spin long take the cores from the others, and those that do not
-spin sleep thousands of times a step (`outsize.runtime.device.heap`).
+spin sleep thousands of times a step (`outsize.runtime.engine.executor`).
 """
 
 import os

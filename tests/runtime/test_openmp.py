@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from outsize.runtime.device.heap import _libgomp, release_team
+from outsize.runtime.engine.executor import _libgomp, release_team
 
 CODE = """
 import os, time
 import torch
-from outsize.runtime.device.heap import release_team
+from outsize.runtime.engine.executor import release_team
 
 def num_threads(expected):
     for _ in range(600):  # those that have ended are counted for a moment more
@@ -52,7 +52,7 @@ def test_where_there_are_none_nothing_happens():
 STALE = """
 import ctypes
 import torch
-from outsize.runtime.device.heap import release_team
+from outsize.runtime.engine.executor import release_team
 
 library = ctypes.CDLL("libtorch_cpu.so")
 

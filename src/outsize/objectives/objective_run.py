@@ -44,7 +44,7 @@ from outsize.telemetry.writers import Writers, open_writers
 from outsize.training.defaults import settle
 from outsize.training.evaluation import Aftermath, Interrupt
 from outsize.training.loop import Progress
-from outsize.training.measures import peak_rss_bytes, stall_share
+from outsize.training.measures import resident_memory, stall_share
 from outsize.training.records import HEARTBEAT, TrainResult, write_whole
 from outsize.training.run_data import files_of
 from outsize.training.run_dir import CONFIG_FILE, as_before, choose_run_dir, claimed, config_of
@@ -387,7 +387,7 @@ def _result(run_dir: Path, first: int, figures: dict[str, Any]) -> TrainResult:
         **{
             "loss": final[-1]["loss"] if final else math.nan,
             "tokens_per_s": sum(step.get("tokens", 0) for step in steps) / seconds if seconds else 0.0,
-            "peak_rss_bytes": peak_rss_bytes(),
+            "peak_rss_bytes": resident_memory()[1],
             "stall_share": stall_share(stalled, seconds),
             "stall_owner": max(stalled, key=lambda lane: stalled[lane], default=None),
             "bytes_read": sum(step.get("bytes_read") or 0 for step in steps),

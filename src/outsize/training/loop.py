@@ -29,7 +29,7 @@ from outsize.session.stream import StreamedTrainer
 from outsize.telemetry.writers import Writers
 from outsize.training.evaluation import Evaluations, Interrupt
 from outsize.training.forecast import Forecast
-from outsize.training.measures import Accounts, peak_rss_bytes, stall_share
+from outsize.training.measures import Accounts, resident_memory, stall_share
 from outsize.training.ranks import Ranks
 from outsize.training.records import Heartbeat, StepRecord, TrainResult, write_whole
 from outsize.training.watchdog import PROFILE, StepProfiler, Watchdog
@@ -172,7 +172,7 @@ class Run:
             loss=self.position.loss,
             tokens_per_s=self.tokens / self.seconds if self.seconds else 0.0,
             all_tokens_per_s=self.all_tokens / self.seconds if self.seconds else None,
-            peak_rss_bytes=peak_rss_bytes(),
+            peak_rss_bytes=resident_memory()[1],
             budget_bytes=self.prepared.machine.device_bytes,
             stall_share=stall_share(stalled_s, self.seconds),
             bytes_read=self.bytes_read,

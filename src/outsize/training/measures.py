@@ -21,7 +21,6 @@ from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named
 from outsize.planner.program.table import Price
 from outsize.planner.simulate.simulator import Event, Timeline, idle_s
 from outsize.planner.simulate.stalls import Waits, Window
-from outsize.runtime.device.heap import resident_bytes
 from outsize.runtime.forward.binding import TORCH_DTYPE
 from outsize.runtime.ops.context import Moved
 from outsize.session.job.machine import RunMachine, preset_of
@@ -213,7 +212,7 @@ class Accounts:
         self._num_recorded += 1
         waits = Waits(events, replace(window, saving_s=self._saving_s)) if booked else None
         before, self._cpu_s = self._cpu_s, time.process_time()
-        host = self._host.sample()
+        host, (rss_bytes, peak_bytes) = self._host.sample(), resident_memory()
         record = StepRecord(
             step=outcome.number + 1,
             loss=outcome.loss,
@@ -230,8 +229,8 @@ class Accounts:
             forward_s=times.forward_s,
             backward_s=times.backward_s,
             update_s=times.update_s,
-            rss_bytes=resident_bytes(),
-            peak_rss_bytes=peak_rss_bytes(),
+            rss_bytes=rss_bytes,
+            peak_rss_bytes=peak_bytes,
             data_s=outcome.data_s,
             between_s=outcome.between_s,
             cpu_s=self._cpu_s - before,
@@ -285,16 +284,15 @@ class Accounts:
         return {name: count for name, count in counts.items() if count}
 
 
-def peak_rss_bytes() -> int:
-    """Largest resident memory of the process so far, in bytes (Linux counts it in KiB).
+def resident_memory() -> tuple[int, int]:
+    """Return the resident memory of the process now and at most, in bytes (Linux counts it in KiB).
 
     The kernel's high-water mark, where it tells: what `getrusage` says begins with that of the process's parent.
     """
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with contextlib.suppress(OSError, KeyError), open("/proc/self/status", encoding="ascii") as status:
+        sizes = {name: size.split()[0] for name, size in (line.split(":") for line in status if "kB" in line)}
+        return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
+    return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def stall_share(stall_s: Mapping[str, float], seconds: float) -> float:

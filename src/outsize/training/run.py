@@ -49,7 +49,7 @@ from outsize.training.measures import (
     Peak,
     about,
     peak_of,
-    peak_rss_bytes,
+    resident_memory,
     slow_products,
     step_flops,
 )
@@ -360,7 +360,7 @@ def _nothing_done(prepared: Job, run_dir: Path, position: Position) -> TrainResu
         steps=position.step,
         loss=position.loss,
         tokens_per_s=0.0,
-        peak_rss_bytes=peak_rss_bytes(),
+        peak_rss_bytes=resident_memory()[1],
         budget_bytes=prepared.machine.device_bytes,
         stall_share=0.0,
         bytes_read=0,

@@ -1,4 +1,4 @@
-"""Memory of the process: the heap of the C library, what is handed back of it, and teams of OpenMP threads.
+"""Memory of the process: the heap of the C library, and what is handed back of it.
 
 Tensors on a CPU lie in that heap as everything else does. What is freed stays there until it is handed back. The heap
 has one arena, so that what one lane frees another one can take. glibc gives the first thread beside the main one an
@@ -13,14 +13,6 @@ every 4 KiB: a fifth of the processor time of a step (docs/log.md). Kept in glib
 has holes. So where the plan has room for some, memory stays in the heap, and whenever the process is seen over its
 limit, in the middle of a backward too, the free pages are handed back; where it has none, every large tensor is a
 mapping of its own, gone when the tensor is.
-
-libgomp starts a team of its own for each thread that computes, and keeps it. While all teams together have more threads
-than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops in a step
-then puts threads to sleep and wakes them up, which made steps up to a tenth longer on two cores (docs/log.md).
-
-Ending the team also makes results independent of what the process computed before: a helping thread keeps for good the
-number of threads that holds at its first loop inside a loop (``lazy_init_num_threads`` of ATen/Parallel.h), and MKL
-divides that thread's products by it.
 """
 
 import ctypes
@@ -96,24 +88,6 @@ def _set(parameter: int, value: int) -> bool:
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
-
-
-def release_team() -> None:
-    """End the threads that wait for loops of the calling thread; its next loop starts others, in some 50 us."""
-    library = _libgomp()
-    if library is not None:
-        library.omp_pause_resource_all(1)  # omp_pause_soft: settings stay
-
-
-@cache
-def _libgomp() -> ctypes.CDLL | None:
-    """Return the OpenMP that torch is linked with where it is GNU's; that of LLVM pauses the teams of all threads."""
-    try:
-        library = ctypes.CDLL("libtorch_cpu.so")
-    except OSError:
-        return None
-    is_gnu = hasattr(library, "omp_pause_resource_all") and not hasattr(library, "__kmpc_fork_call")
-    return library if is_gnu else None
 
 
 # Room for holes, in workspaces of one computation: what a heap grows between two looks at the limit. Its holes were

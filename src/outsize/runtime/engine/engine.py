@@ -17,8 +17,7 @@ from outsize.planner.program.hazards import Hazards
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Program, lane_of
 from outsize.planner.search.step_plan import Plan
 from outsize.planner.simulate.simulator import Timeline
-from outsize.runtime.device.heap import release_team
-from outsize.runtime.engine.executor import Executor, LaneTask, Waiting
+from outsize.runtime.engine.executor import Executor, LaneTask, Waiting, release_team
 from outsize.runtime.engine.op_handlers import (
     EngineSettings,
     MovedByOp,

@@ -14,15 +14,25 @@ there is no deadlock. When a handler raises, its error is kept, every later op i
 
 A lane that waits for its next op holds nothing but its queue. So an executor that nobody closed goes when nobody uses
 it, with all that its handlers hold, and its lanes end; and none of them keeps the interpreter from ending.
+
+libgomp starts a team of its own for each thread that computes, and keeps it. While all teams together have more threads
+than there are cores, none spins (``gomp_throttled_spin_count_var`` of its env.c): each of thousands of loops in a step
+then puts threads to sleep and wakes them up, which made steps up to a tenth longer on two cores (docs/log.md).
+
+Ending the team also makes results independent of what the process computed before: a helping thread keeps for good the
+number of threads that holds at its first loop inside a loop (``lazy_init_num_threads`` of ATen/Parallel.h), and MKL
+divides that thread's products by it.
 """
 
 import contextlib
+import ctypes
 import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from outsize.errors import ExecutionError, OutsizeError
@@ -334,3 +344,21 @@ def _end_lanes(queues: dict[str, _Queue]) -> None:
 
 def _settled(task: LaneTask) -> bool:
     return task.passed() and (task.mark is None or task.mark.query())
+
+
+def release_team() -> None:
+    """End the threads that wait for loops of the calling thread; its next loop starts others, in some 50 us."""
+    library = _libgomp()
+    if library is not None:
+        library.omp_pause_resource_all(1)  # omp_pause_soft: settings stay
+
+
+@cache
+def _libgomp() -> ctypes.CDLL | None:
+    """Return the OpenMP that torch is linked with where it is GNU's; that of LLVM pauses the teams of all threads."""
+    try:
+        library = ctypes.CDLL("libtorch_cpu.so")
+    except OSError:
+        return None
+    is_gnu = hasattr(library, "omp_pause_resource_all") and not hasattr(library, "__kmpc_fork_call")
+    return library if is_gnu else None

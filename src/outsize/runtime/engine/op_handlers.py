@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from outsize.accelerators import vendor_of
 from outsize.optim.planes import UpdateRule, WholeRule
 from outsize.planner.program.program import COMPUTE_KINDS, Lane, Op, lane_named, lane_of
-from outsize.runtime.device.heap import release_team
+from outsize.runtime.engine.executor import release_team
 from outsize.runtime.forward.unit_facts import Needed, SideEffects
 from outsize.runtime.ops.activation_ops import ActivationOps
 from outsize.runtime.ops.checkpoint_ops import CommitOps, Describe, StoreOps
