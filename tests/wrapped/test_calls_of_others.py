@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+import outsize
 import zoo
 from outsize.errors import ConfigError
 from outsize.wrapped import batching
@@ -295,3 +298,69 @@ def test_hooks_and_modes_that_see_nothing_of_layers_are_said_once(caplog: pytest
                 model(**BATCH)
     said = [each.getMessage() for each in caplog.records if "sees nothing of its layers" in each.getMessage()]
     assert [text.split()[0] for text in said] == ["saved_tensors_hooks", "a"]
+
+
+class Changing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _dual(model: Any, vectors: Tensor) -> None:
+    with forward_ad.dual_level():
+        model(inputs_embeds=forward_ad.make_dual(vectors, torch.ones_like(vectors)))
+
+
+def _in_a_mode(model: Any, vectors: Tensor) -> None:
+    with Changing():
+        model(inputs_embeds=vectors)
+
+
+# What a caller does to a model, by vectors in the place of tokens.
+TRANSFORMS: dict[str, Any] = {
+    "forward-mode": _dual,
+    "jvp": lambda model, x: torch.func.jvp(lambda y: model(inputs_embeds=y).logits, (x,), (x,)),
+    "vmap": lambda model, x: torch.func.vmap(lambda y: model(inputs_embeds=y[None]).logits)(x),
+    "grad": lambda model, x: torch.func.grad(lambda y: model(inputs_embeds=y).logits.sum())(x),
+    "jacrev": lambda model, x: torch.func.jacrev(lambda y: model(inputs_embeds=y).logits.sum())(x),
+    "TorchFunctionMode": _in_a_mode,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of torch's own decompositions
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_transforms_around_a_call_are_refused(name: str, frozen: bool):
+    vectors = torch.randn(2, 8, zoo.build("llama").config.hidden_size)
+    with wrapped(zoo.build("llama").requires_grad_(not frozen), home="host") as model:
+        with pytest.raises(ConfigError, match=r"around a call of a wrapped model does not reach its layers"):
+            TRANSFORMS[name](model, vectors)
+        with torch.device("cpu"):
+            model(inputs_embeds=vectors)
+
+
+def test_a_model_within_another_is_not_wrapped_twice():
+    with wrapped(zoo.build("llama"), home="host") as model:
+        around = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        for one in (around, model.model):
+            with pytest.raises(ConfigError, match="is wrapped already"):
+                outsize.wrap(one, home="host")
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_that_is_asked_for(norm_type: float):
+    plain = zoo.build("llama")
+    plain(**BATCH).loss.backward()
+    want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    with wrapped(zoo.build("llama"), home="host") as model:
+        model(**BATCH).loss.backward()
+        assert torch.equal(outsize.clip_grad_norm_(model, 0.1, norm_type=norm_type), want)
+        assert_equal(gradients(model), gradients(plain))
+
+
+def test_a_hook_on_logits_of_which_the_model_took_the_loss_is_not_run_with_nothing():
+    with wrapped(zoo.build("llama"), home="host") as model:
+        output, seen = model(**BATCH), list[Any]()
+        output.logits.register_hook(seen.append)
+        with pytest.raises(ConfigError, match="call it without labels"):
+            output.loss.backward()
+        assert not seen

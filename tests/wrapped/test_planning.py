@@ -9,13 +9,13 @@ import torch
 import outsize
 import zoo
 from outsize.errors import BudgetExceededError, ConfigError
+from outsize.model.walk import Modes
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.predict import question
 from outsize.planner.program.stages import Choice
 from outsize.runtime.device.heap import ResidentLimit
 from outsize.session import session
 from outsize.session.job import demand, machine
-from outsize.wrapped.batching import Autocast
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.wrap_planning import BatchShape, held_copies, shape_of
 from wrapped.loops import ROOM, assert_equal, gradients, resident_backward, streamed_backward, wrapped
@@ -25,7 +25,7 @@ BATCH = zoo.batch("llama", num_sequences=4)
 
 def test_room_for_a_loss_of_one_s_own_will_do_for_that_of_the_model():
     ids = BATCH["input_ids"]
-    own, scored = (shape_of(ids, 4, inputs, Autocast(), True) for inputs in ({"input_ids": ids}, BATCH))
+    own, scored = (shape_of(ids, 4, inputs, Modes(), True) for inputs in ({"input_ids": ids}, BATCH))
     assert not own.scored
     assert scored.scored
     assert own.covers(scored)

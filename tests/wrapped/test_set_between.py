@@ -1,18 +1,24 @@
 """What a caller sets of layers between a forward and its backward: as in the plain model, or refused."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.llama import modeling_llama
 
 import outsize
 import zoo
 from outsize.errors import OutsizeError
 from outsize.runtime.forward import unit_visit
 from outsize.wrapped.module import runner_of
+from wrapped.loops import assert_equal, gradients, wrapped
+from wrapped.test_side_effects import SETTINGS, Block, Net, X, square
 
 IDS = torch.arange(48).view(4, 12) % 90
 REFUSED = "between this forward and its backward"
@@ -42,13 +48,35 @@ def _set(model: Any, name: str) -> None:
             module.scaling *= 2
         elif name == "factor of adapters" and hasattr(module, "scale_layer"):
             module.scale_layer(2.0)
+        elif name == "switch" and hasattr(module, "q_proj"):
+            module.is_causal = False
+        elif name == "hook" and hasattr(module, "q_proj"):
+            module.register_forward_hook(lambda module, args, output: None)
+        elif name == "forward of a module" and hasattr(module, "act_fn"):
+            module.forward = torch.zeros_like
+    if name == "config":
+        model.config._attn_implementation = "eager"
+
+
+# Of these, tests put back what was there.
+GLOBALS = {
+    "function of torch": (torch, "matmul"),
+    "function of torch.nn": (nn.functional, "silu"),
+    "method of tensors": (torch.Tensor, "view"),
+    "function of a file": (modeling_llama, "rotate_half"),
+    "forward of a class": (modeling_llama.LlamaMLP, "forward"),
+}
 
 
 @pytest.mark.parametrize(
-    "name", ["eval", "chance", "factor", "other adapter", "no adapter", "factor of adapters"]
-)
+    "name",
+    [
+        "eval", "chance", "factor", "other adapter", "no adapter", "factor of adapters", "switch", "hook", "config",
+        "forward of a module", *GLOBALS,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_what_is_recomputed_is_refused(name: str, microbatches: int):
+def test_what_is_recomputed_is_refused(name: str, microbatches: int, monkeypatch: pytest.MonkeyPatch):
     wrapped = outsize.wrap(
         _model(name), home="host", device="emulated:1", device_memory="64MiB", activations="recompute",
         microbatches=microbatches,
@@ -56,8 +84,12 @@ def test_what_is_recomputed_is_refused(name: str, microbatches: int):
     try:
         loss = wrapped(input_ids=IDS, labels=IDS).loss
         _set(wrapped, name)
-        with pytest.raises(OutsizeError, match=REFUSED):
-            loss.backward()
+        with monkeypatch.context() as patches:
+            if name in GLOBALS:
+                own = getattr(*GLOBALS[name])
+                patches.setattr(*GLOBALS[name], lambda *args, **kwargs: own(*args, **kwargs))
+            with pytest.raises(OutsizeError, match=REFUSED):
+                loss.backward()
     finally:
         runner_of(wrapped).close()
 
@@ -91,3 +123,81 @@ def test_a_hook_on_what_a_layer_returns_is_told_to_have_no_effect(
         assert caplog.text.count("puts on what a layer returns has no effect") == 1
     finally:
         runner_of(wrapped).close()
+
+
+KEPT = pytest.mark.parametrize("activations", ["keep", "recompute"])
+
+
+def _trained(
+    activations: str | None, forward: Callable[[Any], Tensor], around: Callable[[], Any] = nullcontext
+) -> dict[str, Tensor]:
+    """Return the gradients of a model, wrapped where ``activations`` are given, with ``around`` its backward."""
+    model = zoo.build("llama").train()
+    if activations is None:
+        loss = forward(model)
+        with around():
+            loss.backward()
+        return gradients(model)
+    with wrapped(model, home="host", device="emulated:1", activations=activations):
+        loss = forward(model)
+        with around():
+            loss.backward()
+        return gradients(model)
+
+
+def _loss(model: Any) -> Tensor:
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+def _in_bf16() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _loss_in_bf16(model: Any) -> Tensor:
+    with _in_bf16():
+        return _loss(model)
+
+
+def _loss_by_plain_attention(model: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return _loss(model)
+
+
+def _loss_under_a_hook(model: Any) -> Tensor:
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    loss = _loss(model)
+    hook.remove()
+    return loss
+
+
+@KEPT
+@pytest.mark.parametrize(
+    ("forward", "around"),
+    [
+        (_loss, _in_bf16),
+        (_loss_in_bf16, nullcontext),
+        (_loss_in_bf16, _in_bf16),
+        (_loss_by_plain_attention, nullcontext),
+        (_loss, lambda: sdpa_kernel(SDPBackend.MATH)),
+        (_loss_under_a_hook, nullcontext),
+    ],
+)
+def test_what_is_on_around_one_of_both_counts_as_in_the_plain_model(
+    activations: str, forward: Callable[[Any], Tensor], around: Callable[[], Any]
+):
+    assert_equal(_trained(activations, forward, around), _trained(None, forward, around))
+
+
+def test_what_forwards_set_themselves_is_set_by_nobody_else():
+    class Counting(Block):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    with wrapped(Net(Counting), **SETTINGS[1]) as model:
+        first = square(model(X))
+        second = square(model(X))
+        (first + second).backward()
+        assert [layer.calls for layer in model.layers] == [2] * 5  # type: ignore[union-attr]

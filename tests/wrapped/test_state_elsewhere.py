@@ -37,6 +37,14 @@ PLACES = {
     "class": ("", "type(self).n = getattr(type(self), 'n', 0) + 1; n = self.n"),
     "another class": ("class Seen: n = 0", "Seen.n += 1; n = Seen.n"),
     "list of a class": ("class Seen: all = []", "Seen.all.append(0); n = len(Seen.all)"),
+    "class that another comes from": (
+        "class Seen: n = 0\nclass Below(Seen): pass",
+        "Below.__base__.n += 1; n = Below.n",
+    ),
+    "class within a class": ("class Seen:\n    class Inner: n = 0", "Seen.Inner.n += 1; n = Seen.Inner.n"),
+    "kind of dict": ("class Seen(dict): pass\nseen = Seen(n=0)", "seen['n'] += 1; n = seen['n']"),
+    "kind of list": ("class Seen(list): pass\nseen = Seen()", "seen.append(0); n = len(seen)"),
+    "kind of set": ("class Seen(set): pass\nseen = Seen()", "seen.add(len(seen)); n = len(seen)"),
     "static method": (
         "class Seen:\n    n = 0\n    @classmethod\n    def count(cls):\n        cls.n += 1\n        return cls.n",
         "n = Seen.count()",
@@ -105,5 +113,38 @@ def test_context_variables_of_the_caller_are_read_and_a_layer_that_sets_one_is_r
             pytest.raises(ModelError, match="context variable 'scale'"),
         ):
             model(X)
+    finally:
+        SCALE.reset(token)
+
+
+class Around(Net):
+    """Sets a variable around its layers, which read it; ``leaves`` it set, or sets it to a tensor with a gradient."""
+
+    def __init__(self, leaves: str = ""):
+        super().__init__(Scaled)
+        self.leaves = leaves
+
+    def forward(self, x: Tensor) -> Any:
+        token = SCALE.set(self.head.weight.sum() if self.leaves == "gradient" else 3.0)  # type: ignore[arg-type]
+        output = super().forward(x)
+        if not self.leaves:
+            SCALE.reset(token)
+        return output
+
+
+@EVERY_WAY
+def test_context_variables_of_outer_code_are_read_by_layers(settings: dict[str, Any]):
+    compare(Around, settings)
+
+
+@pytest.mark.parametrize("leaves", ["set", "gradient"])
+def test_context_variables_that_would_not_arrive_are_refused(leaves: str):
+    token = SCALE.set(1.0)
+    try:
+        with (
+            wrapped(Around(leaves), **SETTINGS[1]) as model,
+            pytest.raises(ModelError, match="context variable"),
+        ):
+            step(model, square)
     finally:
         SCALE.reset(token)

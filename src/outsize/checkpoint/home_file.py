@@ -92,12 +92,7 @@ def committed_step(prepared: Job, run_dir: Path) -> tuple[int, str] | None:
 
 
 def _common(path: Path, prepared: Job, resumed: Path | None, announce: Announce) -> CommitRecord | None:
-    """Return this rank's record of the last step that all ranks have committed; None where there is none.
-
-    Raises:
-        StorageError: the homes are laid out otherwise, or are those of another number of ranks, and there is no
-            checkpoint.
-    """
+    """Return this rank's record of the last step that all ranks have committed; None where there is none."""
     group, spec, planes = prepared.group, prepared.split.spec, prepared.plan.state.planes
     records, wrong = find_records(path, spec, planes, prepared.own, prepared.whole)
     foreign = not records and has_commit(path)

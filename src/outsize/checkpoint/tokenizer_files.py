@@ -58,11 +58,7 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _check_json(place: Path, directory: Path) -> None:
-    """Name the file that made a library fail, where it is one that holds no object of JSON.
-
-    Raises:
-        ValueError: says which, and what is wrong with it.
-    """
+    """Name the file that made a library fail, where it is one that holds no object of JSON."""
     for path in sorted(place.glob("*.json")):
         if _ITS_FILE.fullmatch(path.name):
             files.read_json(

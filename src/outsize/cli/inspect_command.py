@@ -18,6 +18,7 @@ from outsize.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from outsize.config import Config
+    from outsize.model.sizes.model_spec import ModelSpec
 
 
 _BAR_CHARS = 40
@@ -36,13 +37,38 @@ def inspect(
 ) -> None:
     """Show the units that a model is split into, and their bytes; reads no weights."""
     from outsize.checkpoint.begun_adapters import servable
-    from outsize.model import walk as inspection
+    from outsize.model.build import build_skeleton, load_hf_config
+    from outsize.model.split import split
 
     output = Output(as_json=as_json)
     with output.guarded():
-        figures = inspection.inspect(servable(model), dtype=dtype, trust_remote_code=trust_remote_code)
+        config = load_hf_config(servable(model), trust_remote_code)
+        built = build_skeleton(config, dtype, trust_remote_code=trust_remote_code, frozen=True)
+        figures = _figures(type(built).__name__, split(built, dtype).spec, dtype)
         output.emit(figures)
         output.print_result(_table(figures))
+
+
+def _figures(architecture: str, spec: "ModelSpec", dtype: str) -> dict[str, Any]:
+    """Return the units of a model and their bytes; the training state is fp32 weights, gradients and two moments."""
+    return {
+        "architecture": architecture,
+        "dtype": dtype,
+        "num_parameters": spec.num_parameters,
+        "num_trainable": spec.num_trainable,
+        "training_state_bytes": spec.training_state_bytes,
+        "largest_unit_bytes": max(unit.weight_bytes(dtype) for unit in spec.units),
+        "units": [
+            {
+                "index": unit.index,
+                "name": unit.name,
+                "kind": unit.kind,
+                "num_parameters": sum(tensor.numel for tensor in unit.tensors),
+                "weight_bytes": unit.weight_bytes(dtype),
+            }
+            for unit in spec.units
+        ],
+    }
 
 
 def _table(figures: dict[str, Any]) -> str:

@@ -1,8 +1,5 @@
 """Private names of torch: one function each, so that a release which moves one breaks a feature alone.
 
-They are of `torch.compile`; of modes below autograd, its graph and its counters; of optimizers and profilers; of
-storages, subclasses of `torch.Tensor` and modules; and of nested containers.
-
 A leaf is what is no container: containers are lists, tuples, dictionaries and the classes registered with torch, such
 as transformers' outputs. None is a leaf.
 """
@@ -97,12 +94,28 @@ def has_saving_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def fake_tensors(*, allow_real: bool) -> Any:
-    """Return a mode in which tensors have a form and no values; see `torch._subclasses.fake_tensor`.
+def transforming() -> str:
+    """Return what makes other values of this thread's operations, or derivatives beside them; empty for nothing."""
+    from torch.utils._device import DeviceContext
 
-    Args:
-        allow_real: whether real tensors may be operands.
-    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func (vmap, jvp, grad)"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "a forward-mode derivative (torch.autograd.forward_ad)"
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = [type(mode) for mode in stack if not isinstance(mode, DeviceContext)]
+    return f"a TorchFunctionMode ({modes[-1].__name__})" if modes else ""
+
+
+def attention_kernels() -> AbstractContextManager[None]:
+    """Return a context in which attention chooses among the kernels of now."""
+    from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+
+    return sdpa_kernel(_cur_sdpa_kernel_backends(with_priority=True), set_priority=True)
+
+
+def fake_tensors(*, allow_real: bool) -> Any:
+    """Return a mode in which tensors have a form and no values; with ``allow_real`` real ones may be operands."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=allow_real)
@@ -337,8 +350,6 @@ def share_gradient_hooks(parameter: nn.Parameter, other: Tensor) -> None:
 
 def place_to_move_to(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Return device and dtype that arguments of `torch.nn.Module.to` ask for; None where they ask for none."""
-    import torch
-
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
 
@@ -358,41 +369,29 @@ IsLeaf = Callable[[Any], bool]
 
 def flatten(values: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Any]:
     """Return the leaves of ``values`` in order, and the structure that they were in; see `unflatten`."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_flatten(values, is_leaf=is_leaf)
+    return torch.utils._pytree.tree_flatten(values, is_leaf=is_leaf)
 
 
 def unflatten(leaves: Any, structure: Any) -> Any:
     """Return ``leaves`` in the structure that `flatten` returned."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_unflatten(leaves, structure)
+    return torch.utils._pytree.tree_unflatten(leaves, structure)
 
 
 def leaves_of(values: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """Return the leaves of ``values`` in order."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_leaves(values, is_leaf=is_leaf)
+    return torch.utils._pytree.tree_leaves(values, is_leaf=is_leaf)
 
 
 def is_leaf(value: Any) -> bool:
     """Return whether ``value`` is no container."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_is_leaf(value)
+    return torch.utils._pytree.tree_is_leaf(value)
 
 
 def map_leaves(change: Callable[[Any], Any], values: Any) -> Any:
     """Return ``values`` with what ``change`` makes of each leaf in its place."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_map(change, values)
+    return torch.utils._pytree.tree_map(change, values)
 
 
 def map_only(kind: type[Any], change: Callable[[Any], Any], values: Any) -> Any:
     """Return ``values`` with what ``change`` makes of each leaf of ``kind`` in its place."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_map_only(kind, change, values)
+    return torch.utils._pytree.tree_map_only(kind, change, values)

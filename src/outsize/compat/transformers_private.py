@@ -78,8 +78,6 @@ def output_collector() -> Any:
 
 # What `put_output_hooks` changes, which is no state that a forward leaves.
 OUTPUT_HOOKS = ("._output_capturing_hooks_installed", "._forward_hooks", "._forward_hooks_with_kwargs")
-# Attributes with which a layer of PEFT says which adapters it adds, and how much of each; numbers in a dict, names.
-ADAPTERS_IN_USE = ("scaling", "_active_adapter", "_disable_adapters")
 
 
 def put_output_hooks(model: nn.Module) -> None:

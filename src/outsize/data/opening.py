@@ -243,11 +243,7 @@ def _check_limits(corpora: Sequence[Corpus], seq_len: int, limits: ModelLimits) 
 def _check_ids(
     max_token_id: int, vocab_size: int | None, tokenizer: "PreTrainedTokenizerBase | None", where: str = ""
 ) -> None:
-    """Check the ids themselves: a tokenizer may number its tokens with gaps, and know some that have no row.
-
-    Raises:
-        DataError: one has no row.
-    """
+    """Check the ids themselves: a tokenizer may number its tokens with gaps, and know some that have no row."""
     if vocab_size is None or max_token_id < vocab_size:
         return
     name = "" if tokenizer is None else f" ({tokenizer.convert_ids_to_tokens(max_token_id)!r})"

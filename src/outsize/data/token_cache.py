@@ -321,12 +321,7 @@ class GrowingTokens(TokenStore):
         return self._is_whole or self._is_stopped or self._failure is not None
 
     def _up_to(self, num_tokens: int) -> ArrayReader:
-        """See `TokenStore`.
-
-        Raises:
-            OutsizeError: as of `reach`.
-            IndexError: there are fewer.
-        """
+        """See `TokenStore`."""
         total = self.reach(num_tokens)
         if total is not None and num_tokens > total:
             raise IndexError(f"tokens to {num_tokens} of {total}")

@@ -188,11 +188,7 @@ def _empty_out(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[int, _Sh
 def _take(
     adapted: nn.Module, model: nn.Module, weights: Mapping[str, Tensor], shells: Mapping[int, _Shell]
 ) -> None:
-    """Have adapters take stored weights, as PEFT loads them.
-
-    Raises:
-        CheckpointError: there are others, or fewer.
-    """
+    """Have adapters take stored weights, as PEFT loads them."""
     from peft import set_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
@@ -234,11 +230,7 @@ def _sources(
 
 
 def _stored_names(adapted: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return the name in a file of adapters of each parameter that trains.
-
-    Raises:
-        ConfigError: PEFT does not save one.
-    """
+    """Return the name in a file of adapters of each parameter that trains."""
     from peft.utils import get_peft_model_state_dict
 
     state = adapted.state_dict()

@@ -221,11 +221,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _put(apply: Callable[..., None], model: nn.Module) -> dict[ModuleType, dict[str, Any]]:
-    """Have Liger change ``model``; returns what it has put into modules, where it is no more.
-
-    Raises:
-        ModelError: Liger cannot.
-    """
+    """Have Liger change ``model``; returns what it has put into modules, where it is no more."""
     before = {module: dict(vars(module)) for module in _modules()}
     try:
         apply(model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -117,11 +117,7 @@ def _is_taken(module: nn.Module) -> bool:
 
 
 def _linear_class(products: str) -> Any:
-    """Return the class of layers that torchao has converted.
-
-    Raises:
-        ConfigError: torchao is not installed, or of another form.
-    """
+    """Return the class of layers that torchao has converted."""
     try:
         with quiet_torchao():
             from outsize.model.linear8 import linear_class

@@ -93,11 +93,7 @@ def _pairs(stretches: Iterable[_Stretch | None]) -> Iterator[tuple[_Stretch, _St
 
 
 def _stretches_of(model: nn.Module, assigned: Mapping[str, Tensor]) -> Iterator[_Stretch | None]:
-    """Yield the memory of all that a model holds.
-
-    Raises:
-        ModelError: a module holds a parameter where it is not registered.
-    """
+    """Yield the memory of all that a model holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         place = assigned.get(name, parameter)
@@ -124,11 +120,7 @@ def _stretches_of(model: nn.Module, assigned: Mapping[str, Tensor]) -> Iterator[
 def _stretch(
     name: str, tensor: Tensor, *, is_parameter: bool = False, trains: bool = False
 ) -> _Stretch | None:
-    """Return the memory of a tensor, None where it has none of its own.
-
-    Raises:
-        ModelError: it trains, and several of its elements are one.
-    """
+    """Return the memory of a tensor, None where it has none of its own."""
     if has_no_bytes(tensor) or tensor.layout != torch.strided or not tensor.numel():
         return None
     size, device = tensor.element_size(), str(tensor.device)
@@ -165,11 +157,7 @@ def _overlap(one: _Stretch, other: _Stretch) -> bool:
 
 
 def _check_pair(parameter: _Stretch, other: _Stretch) -> tuple[str, str]:
-    """Return the names of a parameter and of what lies in its memory.
-
-    Raises:
-        ModelError: either trains.
-    """
+    """Return the names of a parameter and of what lies in its memory."""
     if not (parameter.trains or other.trains):
         return parameter.name, other.name
     trained = parameter.name if parameter.trains else other.name

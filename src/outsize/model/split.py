@@ -302,11 +302,7 @@ def _pack(
 
 
 def _unit_modules(model: nn.Module, choice: UnitChoice) -> list[tuple[str, UnitKind, nn.Module]]:
-    """Return name, kind and module of each unit, in the order in which the forward calls them as far as is known.
-
-    Raises:
-        ModelError: there is none that is called once.
-    """
+    """Return name, kind and module of each unit, in the order in which the forward calls them as far as is known."""
     parts = own_parts(model)
     for lists in (layer_lists(model), [] if parts is None else [parts]):
         units = dict(_units_of(model, lists))

@@ -278,11 +278,7 @@ def _base(directory: Path, config: Any) -> str:
 
 
 def _resize(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Give a skeleton as many rows of the vocabulary as stored embeddings have.
-
-    Raises:
-        CheckpointError: the adapters hold those of one of its two tables alone.
-    """
+    """Give a skeleton as many rows of the vocabulary as stored embeddings have."""
     ends = [end_of(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
     tables = {id(p): p for module in ends if module is not None for p in module.parameters() if p.dim() == 2}
     rows = {

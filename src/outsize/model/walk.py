@@ -1,4 +1,4 @@
-"""Walk through the forward of a model, unit by unit, and list what a model is made of.
+"""Walk through the forward of a model, unit by unit.
 
 A model's own forward is a coroutine that pauses at every unit. `Walk` runs ``model(**inputs)``, unmodified, inside a
 greenlet. `Boundaries` has put a boundary in the place of each unit's forward; when the model's code calls a unit, the
@@ -13,17 +13,16 @@ A unit of a walk runs in another context, and more than once. So the boundary as
 unit's forward collects them for itself and returns them behind its outputs, cut and given gradients as those are; and
 the boundary appends them where the model's own code will look.
 
-What the model's own code has turned on around a unit (no gradients, another autocast) belongs to a thread, and a
-forward that pauses shares its thread with whoever goes on meanwhile. So a boundary tells a unit's forward the modes
-that it was called in, where they are others than those that the model's forward runs in, and takes them again when the
-model goes on.
+What the model's own code has turned on around a unit (no gradients, another autocast, a context variable) belongs to a
+thread, and a forward that pauses shares its thread with whoever goes on meanwhile. So a boundary tells a unit's forward
+the modes that it was called in, where they are others than those that the model's forward runs in, and takes them again
+when the model goes on.
 """
 
 import contextlib
 import contextvars
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MethodType
 from typing import Any, Self
@@ -36,53 +35,6 @@ from outsize.accelerators import VENDORS
 from outsize.compat import torch_private
 from outsize.compat.transformers_private import output_collector
 from outsize.errors import Closing, ModelError
-from outsize.model.build import build_skeleton, load_hf_config
-from outsize.model.sizes.model_spec import UnitSpec
-from outsize.model.split import split
-
-
-def inspect(
-    path: str | os.PathLike[str], dtype: str = "bf16", trust_remote_code: bool = False
-) -> dict[str, Any]:
-    """Return the units of a model and their bytes.
-
-    Args:
-        path: model directory, bare ``config.json`` or hub id.
-        dtype: compute dtype that weights are counted in, ``fp32``, ``bf16`` or ``fp16``.
-        trust_remote_code: whether code that comes with the model may run.
-
-    Returns:
-        ``architecture``, ``dtype``, ``num_parameters`` and ``num_trainable`` (each counted once, without
-        padding), ``training_state_bytes`` (fp32 weights, gradients and two moments), ``largest_unit_bytes``
-        (weights in ``dtype``) and ``units``, each with ``index``, ``name``, ``kind``, ``num_parameters`` and
-        ``weight_bytes``.
-
-    Raises:
-        ModelError: no such model, or one that cannot be built or split.
-    """
-    config = load_hf_config(path, trust_remote_code)
-    model = build_skeleton(config, dtype, trust_remote_code=trust_remote_code, frozen=True)
-    spec = split(model, dtype).spec
-    return {
-        "architecture": type(model).__name__,
-        "dtype": dtype,
-        "num_parameters": spec.num_parameters,
-        "num_trainable": spec.num_trainable,
-        "training_state_bytes": spec.training_state_bytes,
-        "largest_unit_bytes": max(unit.weight_bytes(dtype) for unit in spec.units),
-        "units": [_row(unit, dtype) for unit in spec.units],
-    }
-
-
-def _row(unit: UnitSpec, dtype: str) -> dict[str, Any]:
-    return {
-        "index": unit.index,
-        "name": unit.name,
-        "kind": unit.kind,
-        "num_parameters": sum(tensor.numel for tensor in unit.tensors),
-        "weight_bytes": unit.weight_bytes(dtype),
-    }
-
 
 # The keyword argument that tells a unit's forward what to run in.
 MODES = "_outsize_modes"
@@ -101,16 +53,25 @@ class Modes:
     Attributes:
         grad: whether graphs are made.
         autocast: the dtype of each type of device, where its operations are cast.
+        variables: context variables and their values.
     """
 
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
+    grad: bool = True
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    variables: tuple[tuple[contextvars.ContextVar[Any], Any], ...] = field(default=(), compare=False)
 
     @classmethod
     def of_now(cls) -> Self:
-        """Return those of the calling thread."""
+        """Return those of the calling thread, without its variables."""
         active = [kind for kind in _kinds() if torch.is_autocast_enabled(kind)]
         return cls(torch.is_grad_enabled(), tuple((kind, torch.get_autocast_dtype(kind)) for kind in active))
+
+    def on_trial(self, kind: str) -> "Modes":
+        """Return what these are on devices of a kind, for a trial there or on a CPU."""
+        kinds = dict.fromkeys((kind, "cpu"))
+        return Modes(
+            autocast=tuple((each, dtype) for of, dtype in self.autocast if of == kind for each in kinds)
+        )
 
     def take(self) -> None:
         """Have the calling thread in these modes."""
@@ -124,16 +85,38 @@ class Modes:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Run in these modes while the context lasts; graphs are made where both have them."""
+        """Run in these modes while the context lasts; graphs are made where both have them.
+
+        Raises:
+            ModelError: what runs sets one of the variables, which whoever comes next would not find.
+        """
         outer_modes = Modes.of_now()
         cached = torch.is_autocast_cache_enabled()
+        given = [(variable, variable.set(value)) for variable, value in self.variables]
         Modes(self.grad and outer_modes.grad, self.autocast).take()
         torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that have left their slot
         try:
             yield
+            check_variables(self.variables)
         finally:
             outer_modes.take()
             torch.set_autocast_cache_enabled(cached)
+            for variable, token in reversed(given):
+                variable.reset(token)
+
+
+def check_variables(given: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+    """Check that context variables have the values that they were given.
+
+    Raises:
+        ModelError: one has another.
+    """
+    for variable, value in given:
+        if variable.get() is not value:
+            raise ModelError(
+                f"the model's code sets the context variable {variable.name!r}, which layers and callers do not "
+                "see, since they run in other threads; pass it as an argument"
+            )
 
 
 def check_inference(before: bool) -> None:
@@ -289,16 +272,18 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
     Attributes:
         modes: those in which whoever advances it has it go on.
         inferring: whether that is within inference mode.
+        given: context variables that it began with.
     """
 
     modes: Modes
     inferring: bool
+    given: contextvars.Context
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a unit returns, which whoever advances this runs; recorded tensors go where the model looks."""
-        modes, keys = Modes.of_now(), wanted()
+        modes, keys = replace(Modes.of_now(), variables=self._variables()), wanted()
         check_inference(self.inferring)
-        has_modes = modes != self.modes
+        has_modes = modes != self.modes or bool(modes.variables)
         arguments = {**kwargs, **({WANTED: keys} if keys else {}), **({MODES: modes} if has_modes else {})}
         outputs = self.parent.switch(UnitCall(unit, args, arguments))
         if has_modes:
@@ -307,6 +292,17 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
             outputs, recorded = outputs
             note(recorded)
         return outputs if modes.grad or not self.modes.grad else without_history(outputs)
+
+    def _variables(self) -> tuple[tuple[contextvars.ContextVar[Any], Any], ...]:
+        """Return the context variables that the model's own code has set, but for that in which it collects outputs."""
+        now, collector = contextvars.copy_context().items(), output_collector()
+        changed = tuple((v, x) for v, x in now if v is not collector and self.given.get(v, self) is not x)
+        if any(isinstance(value, Tensor) and value.requires_grad for _, value in changed):
+            raise ModelError(
+                "the model's code sets a context variable to a tensor with a gradient, which does not find its way "
+                "back from a layer; pass it as an argument"
+            )
+        return changed
 
 
 def without_history(outputs: Any) -> Any:
@@ -326,7 +322,12 @@ class Walk:
     """
 
     def __init__(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
-        self._coroutine = _Coroutine(lambda: model(**inputs))
+        def run() -> Any:
+            output = model(**inputs)
+            check_variables(self._coroutine.given.items())
+            return output
+
+        self._coroutine = _Coroutine(run)
         self._started = False
 
     def advance(self, outputs: Any = None) -> UnitCall | Finished:
@@ -347,7 +348,8 @@ class Walk:
         self._coroutine.inferring = torch.is_inference_mode_enabled()
         try:
             if not self._started:
-                self._coroutine.gr_context = contextvars.copy_context()
+                self._coroutine.given = contextvars.copy_context()
+                self._coroutine.gr_context = self._coroutine.given.copy()
             result = self._coroutine.switch(outputs) if self._started else self._coroutine.switch()
         finally:
             modes.take()

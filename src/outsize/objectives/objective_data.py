@@ -105,11 +105,7 @@ def _for_trl(
     splits: tuple[list[Row], list[Row] | None],
     announce: Callable[[str], None],
 ) -> Prepared:
-    """Return the rows that a trainer of TRL makes tokens of; the tokenizer gets the template of their conversations.
-
-    Raises:
-        DataError: rows that train are conversations, and those that are measured are texts, or the other way.
-    """
+    """Return the rows that a trainer of TRL makes tokens of; the tokenizer gets the template of their conversations."""
     rows, measured = splits
     is_chat, *others = (
         any(isinstance(value, list) for value in part[0].values()) for part in (rows, measured) if part

@@ -158,11 +158,7 @@ def _adapters(config: Config, recipe: Recipe) -> Any:
 def _shared(
     config: Config, devices: Devices, auto: str, other: str, run_dir: Path
 ) -> tuple[MemoryConfig, MemoryConfig]:
-    """Return what the trained and the frozen model may hold of a run's memory.
-
-    Raises:
-        ConfigError: they have other vocabularies.
-    """
+    """Return what the trained and the frozen model may hold of a run's memory."""
     memory, trust = config.memory, config.model.trust_remote_code
     dtype = choose_dtype(config.model.dtype, devices, scaled=False)
     sizes, vocabularies = [], []

@@ -184,11 +184,7 @@ def _opened(
 
 
 def _check_that_it_saves(model: Any, tokenizer: Any) -> None:
-    """Write what is small of a checkpoint, and throw it away: what a save finds fault with is known beforehand.
-
-    Raises:
-        ConfigError: it finds fault with the model's config, or with the tokenizer.
-    """
+    """Write what is small of a checkpoint, and throw it away: what a save finds fault with is known beforehand."""
     with temporary_directory() as directory:
         for what, part in ("config.json", model.config), ("the tokenizer", tokenizer):
             try:
@@ -285,11 +281,7 @@ def _rehearse(trainer: Any) -> None:
 
 
 def _check_room(config: Config, models: Models, run_dir: Path, announce: Announce) -> None:
-    """Refuse a run whose checkpoints find no room; its homes are there by now.
-
-    Raises:
-        StorageError: they do not.
-    """
+    """Refuse a run whose checkpoints find no room; its homes are there by now."""
     if is_wrapped(model := streamed(models.trained)):
         runner = runner_of(model)
         weights = weight_bytes(runner.split.spec, adapters=models.adapters is not None)
@@ -338,9 +330,6 @@ def _check_goes_on(config: Config, run_dir: Path, resumed: Path | None, announce
     """Check that a run goes on with the run that its directory holds, or from a checkpoint of a ``Trainer``.
 
     What may change and trains otherwise is announced.
-
-    Raises:
-        ConfigError: it is another.
     """
     if resumed is not None and not is_trainers(resumed):
         raise ConfigError(

@@ -53,11 +53,7 @@ def _deterministic(devices: Devices) -> Iterator[None]:
 
 
 def _check_products_repeat(device: torch.device) -> None:
-    """Check that cuBLAS repeats its bits: torch looks at the environment at the first product alone, whosever that was.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that cuBLAS repeats its bits: torch looks at the environment at the first product alone."""
     try:
         torch.mm(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
     except RuntimeError as error:

@@ -184,11 +184,7 @@ def claimed(run_dir: Path, config: Config | None = None) -> Iterator[None]:
 
 
 def _put_aside(run_dir: Path) -> None:
-    """Move what an earlier loop of the user's own has recorded to ``earlier-N`` below: a job is queued again as it was.
-
-    Raises:
-        ConfigError: the directory holds a run of `outsize train`, or of its objectives.
-    """
+    """Move what an earlier loop of the user's own has recorded to ``earlier-N``: a job is queued again."""
     if (run_dir / CONFIG_FILE).exists() or (run_dir / CHECKPOINTS).exists():
         raise ConfigError(f"{run_dir} holds a run of outsize train; choose another run_dir")
     places = (run_dir / f"earlier-{number}" for number in itertools.count(1))

@@ -351,8 +351,8 @@ def _recorded(
 
 
 def _attach(model: nn.Module, settings: WrapSettings, fill: Fill) -> nn.Module:
-    if is_wrapped(model):
-        raise ConfigError("this model is wrapped already; outsize.unwrap(model) undoes it")
+    if any(map(is_wrapped, model.modules())) or any(isinstance(p, HomeParameter) for p in model.parameters()):
+        raise ConfigError("this model, or a part of it, is wrapped already; outsize.unwrap(model) undoes it")
     check_one_process(model)
     check_plain(model)
     compiled = [

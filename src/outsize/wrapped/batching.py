@@ -1,4 +1,4 @@
-"""A call of a wrapped model: its batch in microbatches, what it may ask for, gradients of its inputs, and autocast.
+"""A call of a wrapped model: its batch in microbatches, what it may ask for, and gradients of its inputs.
 
 The batch size is the first dimension of the main input (``model.main_input_name``, else the first tensor). Every tensor
 that begins with a dimension of that size, however deep it is nested, is cut along it; everything else goes to every
@@ -10,16 +10,11 @@ the full batch. Where the caller passes ``num_items_in_batch`` the model divides
 
 What a call may not ask for is refused before anything is computed. The caller's graph ends at the call: each microbatch
 gets leaves of its own for tensors that train (vectors in the place of tokens, a prompt), and what arrives there is put
-together for the node behind the outputs, which hands it on. The caller's autocast and context variables belong to its
-thread, and are made again in the thread that computes.
+together for the node behind the outputs, which hands it on.
 """
 
-import contextlib
-import contextvars
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -27,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
-from outsize.errors import ConfigError, DataError, ModelError
+from outsize.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 IGNORED = -100
@@ -135,13 +130,43 @@ def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, kee
     Raises:
         ConfigError: neither is so.
     """
-    _check_inputs(inputs)
+    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
+    if empty:
+        raise ConfigError(f"{empty[0]} is on meta, a shape without values; call the model with values")
     if torch_private.has_saving_hooks():
         _say_unheard("saved_tensors_hooks (save_on_cpu, a checkpoint)")
     if torch_private.is_watched():
         _say_unheard("a TorchDispatchMode (a counter of FLOPs)")
-    if keeps:
-        _check_trains(cached=cached)
+    mask = inputs.get("attention_mask")
+    if keeps and isinstance(mask, Tensor) and mask.requires_grad:
+        _say_of_mask()
+    if keeps and cached:
+        raise ConfigError(
+            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
+            "with use_cache or past_key_values"
+        )
+
+
+def check_thread() -> None:
+    """Check that the calling thread does nothing to operations that layers, in other threads, would not have.
+
+    Raises:
+        ConfigError: it does.
+    """
+    what = torch_private.transforming()
+    if what:
+        raise ConfigError(
+            f"{what} around a call of a wrapped model does not reach its layers, which compute in other threads: use "
+            "it over the model before outsize.wrap, or within the forward of a layer"
+        )
+
+
+@cache
+def _say_of_mask() -> None:
+    _log.warning(
+        "a mask that trains has attention take another kernel with a graph than without one: where layers are "
+        "recomputed, outputs differ from the plain model's in last bits; activations=keep has its bits"
+    )
 
 
 @cache
@@ -151,30 +176,6 @@ def _say_unheard(mode: str) -> None:
         "kept for their backward, and where, is `activations` of outsize.wrap",
         mode,
     )
-
-
-def _check_trains(*, cached: bool) -> None:
-    """Check that a backward can follow a call.
-
-    Raises:
-        ConfigError: it would fill a cache again.
-    """
-    if cached:
-        raise ConfigError(
-            "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
-            "with use_cache or past_key_values"
-        )
-
-
-def _check_inputs(inputs: Mapping[str, Any]) -> None:
-    """Check that a call is given values.
-
-    Raises:
-        ConfigError: a tensor is on meta.
-    """
-    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
-    if empty:
-        raise ConfigError(f"{empty[0]} is on meta, a shape without values; call the model with values")
 
 
 def check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:
@@ -252,55 +253,3 @@ def _joined(leaves: Sequence[Tensor], across: int | None) -> Tensor | None:
     for gradient in arrived[1:]:
         total = total + gradient
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """What operations of the caller are cast to.
-
-    Attributes:
-        dtypes: by type of device, those that are cast at all.
-    """
-
-    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
-
-    @classmethod
-    def of_now(cls, kinds: set[str]) -> "Autocast":
-        """Return that of the calling thread, for devices of some kinds."""
-        active = sorted(kind for kind in kinds if torch.is_autocast_enabled(kind))
-        return cls(tuple((kind, torch.get_autocast_dtype(kind)) for kind in active))
-
-    def on_trial(self, kind: str) -> "Autocast":
-        """Return what this is on devices of a kind, for a trial there or on a CPU."""
-        kinds = dict.fromkeys((kind, "cpu"))
-        return Autocast(tuple((each, dtype) for of, dtype in self.dtypes if of == kind for each in kinds))
-
-    def enter(self) -> AbstractContextManager[Any]:
-        """Return a context in which it is on."""
-        stack = contextlib.ExitStack()
-        # Without its cache, which would keep casts of weights that have left their slot.
-        for kind, dtype in self.dtypes:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-        return stack
-
-
-@contextlib.contextmanager
-def surroundings(autocast: Autocast, caller: contextvars.Context) -> Iterator[None]:
-    """Have code of the model run under an autocast and with the context variables of the ``caller``.
-
-    Raises:
-        ModelError: the code sets one of them, which whoever comes next would not find.
-    """
-    given = [(variable, variable.set(value)) for variable, value in caller.items()]
-    try:
-        with autocast.enter():
-            yield
-        for variable, value in caller.items():
-            if variable.get() is not value:
-                raise ModelError(
-                    f"the model's code sets the context variable {variable.name!r}, which layers and callers do not "
-                    "see, since they run in other threads; pass it as an argument"
-                )
-    finally:
-        for variable, token in reversed(given):
-            variable.reset(token)

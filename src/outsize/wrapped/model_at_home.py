@@ -258,11 +258,7 @@ class ModelAtHome(ABC):
         return model
 
     def _follow_links(self, model: nn.Module) -> None:
-        """Bring home what a program has changed in tensors that it assigned to parameters, and to their gradients.
-
-        Raises:
-            ModelError: one of them is the memory of several.
-        """
+        """Bring home what a program has changed in tensors that it assigned to parameters, and to their gradients."""
         if self.parameters.links:
             for state in {id(each): each for each in self.owners.values()}.values():
                 state.let_go()  # or what was loaded is compared at each call until a step
@@ -315,11 +311,7 @@ class ModelAtHome(ABC):
         self._cut_by(replace(self._choice, resident=self._choice.resident | names), model)
 
     def _take_turns(self, model: nn.Module, error: UnitOrderError) -> None:
-        """From now on units are in the order in which this forward calls them; what it calls again is no unit.
-
-        Raises:
-            ModelError: nothing is left to stream.
-        """
+        """From now on units are in the order in which this forward calls them; what it calls again is no unit."""
         if error.calls in self._choice.calls:
             raise error
         before = {unit.name for unit in self.split.spec.units}

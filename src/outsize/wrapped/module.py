@@ -24,6 +24,7 @@ from outsize.model.walk import is_walking
 from outsize.runtime.trial.trial_pass import cached_tensors, check_caches
 from outsize.wrapped.at_home.at_rest import is_same
 from outsize.wrapped.at_home.home_parameter import plainly
+from outsize.wrapped.batching import check_thread
 from outsize.wrapped.inferring import CalledOutside, generation, generation_config_as_it_is, on_device
 from outsize.wrapped.runner import Runner
 from outsize.wrapped.wrap_planning import IN_PLACE
@@ -181,6 +182,7 @@ def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
         runner = runner_of(self)
         if _has_other_weights(runner):
             return kind.forward(self, *args, **kwargs)
+        check_thread()
         in_place = kwargs.get(IN_PLACE)
         inputs = _named(inspect.signature(in_place) if in_place else signature, self, args, kwargs)
         if in_place is None and runner.infers(self):

@@ -301,11 +301,7 @@ def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_stand_in(optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
-    """Check that an optimizer of torch does what `AdamW` does where it steps what rests on disk.
-
-    Raises:
-        ConfigError: it does something else.
-    """
+    """Check that an optimizer of torch does what `AdamW` does where it steps what rests on disk."""
     if type(optimizer) is not torch.optim.AdamW or not alone:
         raise ConfigError(
             f"{type(optimizer).__name__}.step(): what trains rests on disk or on the device, or was encoded, where "
@@ -331,14 +327,17 @@ def _standing_in(runner: Runner, optimizer: torch.optim.Optimizer) -> AdamW:
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
-    """Clip the gradients of a wrapped model to a global L2 norm: bit for bit `torch.nn.utils.clip_grad_norm_`.
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the gradients of a wrapped model to a global norm: bit for bit `torch.nn.utils.clip_grad_norm_`.
 
     With `outsize.AdamW` gradients are multiplied in its step, unit by unit; else at once.
 
     Args:
         model: the wrapped model.
         max_norm: largest norm that is left alone, above 0; infinity only takes the norm.
+        norm_type: of the norm; another than 2 is torch's own function, at once.
         error_if_nonfinite: whether a norm that is not finite raises.
 
     Returns:
@@ -349,6 +348,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, *, error_if_nonfinite: bo
         NonFiniteError: see ``error_if_nonfinite``; no gradient has changed.
     """
     runner = runner_of(model)
+    if norm_type != 2:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type, error_if_nonfinite)
     held = runner.held()
     runner.parameters.multiply_gradients(list(runner.parameters.factors))
     norms = _norms(runner, held)

@@ -274,11 +274,7 @@ class StateAtHome(MutableMapping[Tensor, MutableMapping[str, Tensor]]):
         return self._seen[key]
 
     def _check_own(self, key: tuple[str, str]) -> None:
-        """Check that what was put in as the state of one parameter is not that of another one.
-
-        Raises:
-            ModelError: it is.
-        """
+        """Check that what was put in as the state of one parameter is not that of another one."""
         seen = cast(AtRest, self._seen[key])
         for other, place in self._handed.items():
             if other != key and place.key == seen.place.key:

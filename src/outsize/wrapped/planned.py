@@ -114,6 +114,8 @@ class Planned(ModelAtHome):
         self._programs: dict[int, Programs] = {}
         self._abandoned: list[int] = []
         self._walking = False
+        self._num_forwards = 0
+        self._leaves_state = False  # whether batches go whole, since a forward leaves state on the model
         self._move_in(model, fill)
         if self._memory.home == "auto" and self.session.machine.home == "disk" and any(self._flags.values()):
             _log.warning(
@@ -123,6 +125,25 @@ class Planned(ModelAtHome):
         self._device = self.session.torch_device
         # The end of a script finds lanes at work; whoever lets go of the model before has ended them by that.
         weakref.finalize(self, _close_if_alive, weakref.ref(self))
+
+    def _leave_state(self, what: str) -> None:
+        self._leaves_state = True
+        _log.warning(
+            "batches go whole, not in %d microbatches: a forward changes %s, which microbatches would take from one "
+            "another; return such values instead, or wrap with microbatches=1",
+            self.microbatches,
+            what,
+        )
+
+    def _number(self, model: nn.Module, *, seeded: bool) -> int:
+        """What tells a forward from others: what leaves the device goes by it, and perhaps the model's random numbers.
+
+        Where these are not drawn as by the plain model, one number from the caller's generator seeds them, as long as
+        the model draws any. So samples drawn between steps are those of the plain loop wherever they can be.
+        """
+        self._num_forwards += 1
+        draws = model.training and (self._measured is None or self._measured.draws_random)
+        return int(torch.randint(2**62, ())) if draws and seeded else self._num_forwards
 
     def _forget_trials(self) -> None:
         self._known, self._needed = [], {}

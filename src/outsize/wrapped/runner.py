@@ -25,28 +25,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.compat.torch_private import has_gradient_hooks
+from outsize.compat.torch_private import attention_kernels, has_gradient_hooks
 from outsize.errors import ConfigError, ModelError
 from outsize.inference.loader import Caller
 from outsize.model.shared_memory import check_apart
+from outsize.model.walk import Modes
 from outsize.optim.optimizer_spec import GRADIENT
 from outsize.planner.passes import step_parts
 from outsize.planner.program.program import Program
 from outsize.planner.search.step_plan import Plan
 from outsize.runtime.engine.engine import Engine
 from outsize.runtime.forward.unit_state import (
+    LayerSettings,
     LeftState,
     UnitState,
     random_states,
     set_random_states,
-    settings_of,
     untouched,
     watching,
 )
 from outsize.runtime.ops.context import Drawing, Microbatch, StepContext
 from outsize.wrapped import batching, loop_records, wrap_planning
 from outsize.wrapped.arguments import WrapSettings
-from outsize.wrapped.batching import Autocast, InputGradients, check_call, check_returns, inputs_that_train
+from outsize.wrapped.batching import InputGradients, check_call, check_returns, inputs_that_train
 from outsize.wrapped.inferring import Inferring, without_cache
 from outsize.wrapped.model_at_home import flags_of
 from outsize.wrapped.outputs import AutogradBridge, Joined, Roots, is_pending
@@ -62,10 +63,10 @@ class Runner(Inferring):
     def __init__(self, model: nn.Module, settings: WrapSettings, fill: Fill) -> None:
         super().__init__(model, settings, fill)
         self._caller = Caller(*(each.torch_device for each in self.session.machine.devices.each))
-        self._num_steps = self._num_forwards = 0
+        self._num_steps = 0
         self._uncut: set[frozenset[str]] = set()  # names of inputs that cannot be cut into microbatches
+        self._set_by_forwards: set[tuple[Any, str]] = set()  # of layers, see `LayerSettings`
         self._leaves_nothing: int | None = None  # hooks and mode in which layers left none, see `watching`
-        self._leaves_state = False  # whether batches go whole, since a forward leaves state on the model
         self._saving: weakref.ref[AutogradBridge] | None = None  # the last one whose inputs left the device
         self._keeping: weakref.ref[AutogradBridge] | None = None  # the last one that kept more than inputs
 
@@ -115,15 +116,6 @@ class Runner(Inferring):
         self._leave_state(str(left))
         return self._forward(model, inputs)
 
-    def _leave_state(self, what: str) -> None:
-        self._leaves_state = True
-        _log.warning(
-            "batches go whole, not in %d microbatches: a forward changes %s, which microbatches would take from one "
-            "another; return such values instead, or wrap with microbatches=1",
-            self.microbatches,
-            what,
-        )
-
     def _forward(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         main = batching.main_input(inputs, getattr(model, "main_input_name", None))
         rows = len(main)
@@ -134,8 +126,8 @@ class Runner(Inferring):
         check_call(model, inputs, cached=cached, keeps=keeps)
         if self.session.machine.num_workers > 1:
             check_returns(model, inputs, into_inputs=into_inputs)
-        autocast = Autocast.of_now({"cpu", self._device.type})
-        sizes, engine, plan = self._ready_for(inputs, main, autocast, keeps=keeps, whole=cached)
+        modes = replace(Modes.of_now(), grad=True)
+        sizes, engine, plan = self._ready_for(inputs, main, modes, keeps=keeps, whole=cached)
         assert self._measured is not None
         saves = keeps and (bool(plan.layout.offload) or plan.layout.stages is not None)
         lean = is_pending(self._keeping)  # what is kept has room for one forward
@@ -153,14 +145,18 @@ class Runner(Inferring):
             number=self._number(model, seeded=len(sizes) > 1),
             learning_rate=0.0,
             microbatches=tuple(Microbatch(part, 1.0, 0) for part in parts),
-            ambient=partial(batching.surroundings, autocast, contextvars.copy_context()),
+            ambient=replace(modes, variables=tuple(contextvars.copy_context().items())).around,
             drawing=Drawing(self._device) if len(sizes) == 1 else None,
             keeps=keeps,
             slots=programs.warm_slots if keeps else programs.inference_slots,
             times_home=programs.times_home,
             deliver=joined.add,
         )
+        runs_again = [model] if programs.passes.following.ops else self.split.modules
+        layers = [each for unit in runs_again if keeps for each in unit.modules()]
+        settings = LayerSettings(layers, self._set_by_forwards)
         self._walk_forward(programs, context, joined, lean=lean)
+        settings.end_forward()
         joined.end(self._caller.take)
         if not keeps or not joined.differentiable:
             if leaves:
@@ -168,7 +164,9 @@ class Runner(Inferring):
             return joined.build({})
         abandoned = self._abandoned if leaves else []
         tokens = batching.num_targets(parts, sizes, self._measured.shifted)
-        passage = self._passage(engine, context, joined, abandoned, arriving, lean=lean, tokens=tokens)
+        passage = self._passage(
+            engine, context, joined, abandoned, arriving, settings, lean=lean, tokens=tokens
+        )
         if saves:
             self._saving = weakref.ref(passage)
         if not lean and plan.layout.keeps_any:
@@ -176,7 +174,7 @@ class Runner(Inferring):
         return passage.output()
 
     def _ready_for(
-        self, inputs: Mapping[str, Any], main: Tensor, autocast: Autocast, *, keeps: bool, whole: bool
+        self, inputs: Mapping[str, Any], main: Tensor, modes: Modes, *, keeps: bool, whole: bool
     ) -> tuple[tuple[int, ...], Engine, Plan]:
         """Return the rows of each microbatch, an engine and a plan for them; a batch that cannot be cut goes whole."""
         model = self._check()
@@ -184,7 +182,7 @@ class Runner(Inferring):
         def ready(count: int) -> tuple[tuple[int, ...], Engine, Plan]:
             sizes = batching.sizes_of(len(main), count)
             training = keeps and model.training
-            shape = wrap_planning.shape_of(main, sizes[0], inputs, autocast, training=training)
+            shape = wrap_planning.shape_of(main, sizes[0], inputs, modes, training=training)
             return sizes, *self._ready(inputs, len(main), shape, keeps=keeps)
 
         form = frozenset(name for name, value in inputs.items() if isinstance(value, Tensor))
@@ -217,16 +215,6 @@ class Runner(Inferring):
                 passes.following, replace(context, again=True, slots=slots, deliver=again, runs={}, moved={})
             )
 
-    def _number(self, model: nn.Module, *, seeded: bool) -> int:
-        """What tells a forward from others: what leaves the device goes by it, and perhaps the model's random numbers.
-
-        Where these are not drawn as by the plain model, one number from the caller's generator seeds them, as long as
-        the model draws any. So samples drawn between steps are those of the plain loop wherever they can be.
-        """
-        self._num_forwards += 1
-        draws = model.training and (self._measured is None or self._measured.draws_random)
-        return int(torch.randint(2**62, ())) if draws and seeded else self._num_forwards
-
     def _passage(
         self,
         engine: Engine,
@@ -234,21 +222,22 @@ class Runner(Inferring):
         joined: Joined,
         abandoned: list[int],
         inputs: InputGradients,
+        settings: LayerSettings,
         *,
         lean: bool,
         tokens: int,
     ) -> AutogradBridge:
         """Return what the caller's backward will come to; without one, its number goes to ``abandoned``."""
         mark, weights_then = engine.num_submitted, self._weights_now()
-        settings_then = settings_of(self.split.modules)
+        kernels = attention_kernels()
 
         def backward(roots: Roots, loss: Tensor | None) -> None:
             self.parameters.bring_links()  # what was changed in tensors that were assigned
             if self._weights_now() != weights_then:
                 raise ConfigError("weights have changed between this forward and its backward; run it again")
-            context.note_settings(settings_of(self.split.modules) != settings_then)
-            with self.parameters.hooks_run():
-                self._backward(engine, context, roots, warm=engine.num_submitted == mark, lean=lean)
+            context.around_backward = replace(Modes.of_now(), grad=True).around
+            with self.parameters.hooks_run(), kernels:
+                self._backward(engine, context, roots, settings, warm=engine.num_submitted == mark, lean=lean)
             self.parameters.show_links(GRADIENT)
             if self.records is not None and tokens:
                 self.records.scored(loss, tokens)
@@ -259,7 +248,14 @@ class Runner(Inferring):
         return AutogradBridge(joined, backward, lambda: abandoned.append(number), trained, inputs)
 
     def _backward(
-        self, engine: Engine, context: StepContext, roots: Roots, *, warm: bool, lean: bool
+        self,
+        engine: Engine,
+        context: StepContext,
+        roots: Roots,
+        settings: LayerSettings,
+        *,
+        warm: bool,
+        lean: bool,
     ) -> None:
         model = self._check()
         if engine is not self._engine or flags_of(model) != self._flags or self._plan is None:
@@ -287,6 +283,7 @@ class Runner(Inferring):
             going_on = {unit for unit, positions in held.items() if positions}
             with ExitStack() as stack:
                 stack.enter_context(without_cache(model, context.microbatches[0].inputs))
+                context.stale = settings.changed()
                 if programs.passes.following.ops:  # later rounds go forward once more, and count nothing
                     context.check_settings()
                     stack.enter_context(untouched(UnitState(model.modules())))

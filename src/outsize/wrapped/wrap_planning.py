@@ -18,6 +18,7 @@ from outsize.compat.transformers_private import records_outputs
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
+from outsize.model.walk import Modes
 from outsize.optim.optimizer_spec import StateLayout
 from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
@@ -27,7 +28,7 @@ from outsize.runtime.trial.measured import Flops, Measured
 from outsize.runtime.trial.trial_pass import UnitOrderError
 from outsize.session.job.machine import RunMachine
 from outsize.session.job.planning import plan_wrapped
-from outsize.wrapped.batching import HIDDEN, IGNORED, Autocast, inputs_that_train, rows_dim
+from outsize.wrapped.batching import HIDDEN, IGNORED, inputs_that_train, rows_dim
 
 # The caller holds the outputs until the backward, and a loss of the caller's own takes two more of their size: their
 # softmax, and its gradient.
@@ -49,7 +50,7 @@ class BatchShape:
     Attributes:
         rows: of the microbatch.
         length: of a row; 1 where rows have no length.
-        autocast: what the caller has on, which decides what is saved.
+        modes: what the caller has on, which decides what is saved.
         training: whether a backward may follow in training mode, where dropout saves its masks.
         padded: whether some tokens are padding: only then do the models of transformers make a mask, and save it.
         scored: whether the model is given labels, and takes the loss itself.
@@ -62,7 +63,7 @@ class BatchShape:
 
     rows: int
     length: int
-    autocast: Autocast = field(default_factory=Autocast)
+    modes: Modes = field(default_factory=Modes)
     training: bool = True
     padded: bool = False
     scored: bool = False
@@ -84,21 +85,19 @@ class BatchShape:
             other.hidden,
             other.into_inputs,
         )
-        same = (self.autocast, self.in_place, self.given) == (other.autocast, other.in_place, other.given)
+        same = (self.modes, self.in_place, self.given) == (other.modes, other.in_place, other.given)
         return same and self.loose >= other.loose and all(map(ge, mine, its))
 
     @property
     def saving(self) -> "Saving":
         """What decides which tensors a unit saves."""
-        return self.autocast, self.padded
+        return self.modes, self.padded
 
 
-Saving = tuple[Autocast, bool]
+Saving = tuple[Modes, bool]
 
 
-def shape_of(
-    main: Tensor, rows: int, inputs: Mapping[str, Any], autocast: Autocast, training: bool
-) -> BatchShape:
+def shape_of(main: Tensor, rows: int, inputs: Mapping[str, Any], modes: Modes, training: bool) -> BatchShape:
     """The shape of a microbatch of ``rows`` whose main input is ``main``: token ids [B, S], or vectors [B, S, d]."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     loose = (t.numel() for name, t in tensors.items() if t.dim() and rows_dim(name, t, len(main)) is None)
@@ -113,7 +112,7 @@ def shape_of(
     return BatchShape(
         rows,
         length,
-        autocast,
+        modes,
         training,
         padded,
         scored,
@@ -196,7 +195,7 @@ def measure(
             num_sequences=rows,
             seq_len=length,
             chunk_tokens=None,
-            ambient=shape.autocast.on_trial(devices.torch_device.type).enter,
+            ambient=shape.modes.on_trial(devices.torch_device.type).around,
             devices=devices if rows <= num_rows else CPU,
         )
 
@@ -287,7 +286,7 @@ def make_plan(
         activations=memory.activations,
         transport=transport,
     )
-    in_fp32 = split.spec.dtypes == {"fp32"} and not any(shape.autocast.dtypes for shape in shapes)
+    in_fp32 = split.spec.dtypes == {"fp32"} and not any(shape.modes.autocast for shape in shapes)
     scored = all(shape.scored for shape in shapes)
 
     def planned(size: int) -> Plan:

@@ -227,11 +227,7 @@ def _message(turn: Message, where: str, roles: Roles) -> Message:
 
 
 def _listed_calls(value: Any, where: str) -> list[Any]:
-    """Return the calls of a message, which may be JSON text or one alone.
-
-    Raises:
-        DataError: they are no objects.
-    """
+    """Return the calls of a message, which may be JSON text or one alone."""
     calls = from_json_text(value, "tool_calls", where)
     if is_blank(calls):
         return []

@@ -255,9 +255,6 @@ def _conversation(
     """Return a conversation of which the assistant's messages from number ``first`` on are trained.
 
     Those that their author does not want trained are not; others that the author wants trained are named as unused.
-
-    Raises:
-        DataError: a message that its author does not want trained, where every token is to be.
     """
     wanted = [pop_trained(message, where) for message in messages]
     if train_on == "all" and False in wanted:

@@ -70,12 +70,12 @@ class MicrobatchRun:
         ambient: makes what the model's forward runs in, e.g. an autocast; a backward runs outside of it.
         shortcuts: runs units again where that may end early; None runs them in full.
         effects: what units do besides returning tensors.
+        check_settings: raises where the caller has set layers otherwise since the forward.
         state_of: returns the state of a unit that changes any, and whether it leaves tensors there whose history others
             go on from; None where no unit does.
 
     Attributes:
         below: units whose input lies in the memory below the device, too.
-        stale: whether the caller has set layers otherwise since the forward, so that none can be recomputed.
     """
 
     def __init__(
@@ -88,11 +88,12 @@ class MicrobatchRun:
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
         effects: SideEffects = NO_EFFECTS,
+        check_settings: Callable[[], None] = lambda: None,
         state_of: StateOf | None = None,
     ) -> None:
         self._shortcuts, self._state_of, self._effects = shortcuts, state_of, effects
         self._constants: set[int] = set()  # of what waits
-        self._gate = Gate(is_open=False)
+        self._gate, self._check_settings = Gate(is_open=False), check_settings
         self._graph, self._ambient, self.inputs = graph, ambient, inputs
         self._walk = Walk(model, inputs)
         self._visits: dict[int, UnitVisit] = {}
@@ -100,10 +101,8 @@ class MicrobatchRun:
         self._waiting: list[Tensor] = []
         self._returned: Returned | None = None
         self._box: Gradients | None = None
-        # Where the model has come to, beyond units it passes over.
-        self._came: UnitCall | Finished | None = None
+        self._came: UnitCall | Finished | None = None  # beyond units that the model passes over
         self.below: set[int] = set()
-        self.stale = False
         self._outer = OuterBackward()
 
     def forward(self, unit: int, forward: Forward, *, graph: bool = False) -> None:
@@ -264,7 +263,8 @@ class MicrobatchRun:
             self._descend(unit, roots)
 
     def _recompute(self, unit: int, visit: UnitVisit, forward: Forward) -> Roots:
-        visit.check_unchanged(unit, self.stale)
+        self._check_settings()
+        visit.check_unchanged(unit)
         visit.track_inputs()
         selected, visit.selected = visit.selected, None
         visit.let_go()

@@ -1,19 +1,26 @@
-"""Read, write and copy the lists, dicts, sets, objects and generators that code of a model may write into."""
+"""The lists, dicts, sets, objects and generators that code of a model may write into: read, written, copied, named."""
 
 import copy
 import enum
+import inspect
 import pickle
 import random
+import re
 import sys
+import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache, partial
+from itertools import chain
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from outsize.compat import torch_private
+from outsize.compat.torch_private import forward_hooks_of
 
 Items = list[tuple[Any, Any]]
 
@@ -23,6 +30,12 @@ _ARRAY_BYTES = (
     1 << 16
 )  # larger arrays are tables: looking at them before every layer would cost more than computing
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (dict, list, deque, set)
+# Of what code names outside of itself, what it may write into; other objects there belong to libraries.
+_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
+# Models of these assign to nothing outside of themselves.
+_LIBRARY = re.compile(r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch|numpy|outsize)\b")
+_OF_PYTHON = sys.stdlib_module_names - {"__main__"}
 # What a module has of its own accord, but for what a forward may change: buffers, and hooks hung up on the way.
 OF_MODULES = frozenset(
     name for name in vars(nn.Module()) if name != "_buffers" and "_forward_" not in name
@@ -64,7 +77,9 @@ def kind_of(value: Any) -> PlaceKind | None:
         return _GENERATOR
     if isinstance(value, random.Random):
         return _RANDOM
-    return _numpy_kind(value) or (_OBJECT if _is_plain_object(value, kind) else None)
+    if _is_plain_object(value, kind):
+        return _SUBCLASS if isinstance(value, _CONTAINERS) else _OBJECT
+    return _numpy_kind(value)
 
 
 def _is_plain_object(value: Any, kind: type) -> bool:
@@ -117,6 +132,28 @@ def _write_object(value: Any, items: Items) -> None:
             object.__setattr__(value, name, one)  # a slot, frozen or not
 
 
+class _Item(NamedTuple):
+    """The key of what a container of a class of somebody's holds beside its attributes."""
+
+    key: Any
+
+
+def _read_subclass(value: Any) -> Items:
+    contents = dict.items(value) if isinstance(value, dict) else enumerate(value)
+    return [*_read_object(value), *((_Item(key), one) for key, one in contents)]
+
+
+def _write_subclass(value: Any, items: Items) -> None:
+    inside = [(key.key, one) for key, one in items if isinstance(key, _Item)]
+    base: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    base.clear(value)
+    if base is dict:
+        dict.update(value, inside)
+    else:
+        (set.update if base is set else base.extend)(value, (one for _, one in inside))
+    _write_object(value, [item for item in items if not isinstance(item[0], _Item)])
+
+
 def _read_module(module: nn.Module) -> Items:
     attributes = [(name, value) for name, value in vars(module).items() if name not in OF_MODULES]
     return [item for item in attributes if not isinstance(item[1], nn.Module)]
@@ -141,7 +178,8 @@ def _write_dict(value: Any, items: Items) -> None:
         value[key] = one
 
 
-def _read_variables(value: Variables) -> Items:
+def read_variables(value: Variables) -> Items:
+    """Return names and values of variables that code may change."""
     held = value.holder
     if not isinstance(held, dict):
         held = vars(held) if isinstance(held, type) else {"cell_contents": held.cell_contents}
@@ -152,7 +190,7 @@ def _read_variables(value: Variables) -> Items:
 
 def _write_variables(value: Variables, items: Items) -> None:
     held, given, is_dict = value.holder, dict(items), isinstance(value.holder, dict)
-    for name in dict(_read_variables(value)).keys() - given:
+    for name in dict(read_variables(value)).keys() - given:
         held.pop(name) if is_dict else delattr(held, name)
     for name, one in items:
         held.update({name: one}) if is_dict else setattr(held, name, one)
@@ -185,8 +223,9 @@ def _generator(
 
 _SEQUENCE = PlaceKind(lambda value: list(enumerate(value)), _write_sequence)
 _DICT = PlaceKind(lambda value: list(value.items()), _write_dict)
-_VARIABLES = PlaceKind(_read_variables, _write_variables)
+_VARIABLES = PlaceKind(read_variables, _write_variables)
 _OBJECT = PlaceKind(_read_object, _write_object)
+_SUBCLASS = PlaceKind(_read_subclass, _write_subclass)
 MODULE = PlaceKind(_read_module, _write_module)
 _GENERATOR = _generator(torch.Generator.get_state, torch.Generator.set_state, torch.Generator.clone_state)
 _RANDOM = _generator(random.Random.getstate, random.Random.setstate, copy.copy)
@@ -199,3 +238,107 @@ _ARRAY = _generator(lambda value: value.copy(), lambda value, state: value.__set
 _NUMPY_OLD = _generator(
     lambda value: value.get_state(), lambda value, state: value.set_state(state), copy.deepcopy
 )
+
+
+def named_by(module: nn.Module) -> Iterator[Any]:
+    """Yield what the code of a module and of the hooks in it names outside of itself."""
+    yield from _variables_of(type(module))
+    for function in _code_of(cast("Hashable", type(module))):
+        yield from _named_in(function)
+    for hooks in forward_hooks_of(module):
+        for hook in hooks.values():
+            yield from _held_by(hook)
+
+
+def _held_by(hook: Any) -> Iterator[Any]:
+    """Yield objects that a hook refers to: closure cells, the bound object, partial arguments."""
+    if isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        hook = hook.func
+    if inspect.ismethod(hook):
+        yield hook.__self__
+        hook = hook.__func__
+    if inspect.isfunction(hook):
+        for function in _reached_from((hook,)):
+            yield from _named_in(function)
+    elif not inspect.isbuiltin(hook):
+        yield hook
+
+
+def _named_in(function: Any) -> Iterator[Any]:
+    space, names = function.__globals__, _names_of(function.__code__)
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not yet filled
+            inside = cell.cell_contents
+            yield inside if isinstance(inside, nn.Module) else Variables(function.__qualname__, cell)
+    values = [space[name] for name in names if name in space]
+    if _is_of_library(function.__module__):
+        yield from (one for one in values if type(one) in _WRITABLE or isinstance(one, torch.Generator))
+        return
+    yield from (function.__defaults__ or (), function.__kwdefaults__ or (), vars(function))
+    yield Variables(function.__module__, space, names)
+    for value in values:
+        if isinstance(value, type) and not _is_of_library(value.__module__):
+            yield from _variables_of(value)
+        elif inspect.ismodule(value) and not _is_of_library(value.__name__):
+            yield Variables(value.__name__, vars(value), names)
+
+
+def _variables_of(kind: type) -> Iterator[Variables]:
+    """Yield those of a class, of classes that it comes from, and of classes within them."""
+    for one in kind.__mro__:
+        if not _is_of_library(one.__module__):
+            yield Variables(one.__name__, one)
+            inner = (each for each in vars(one).values() if isinstance(each, type))
+            for each in inner:
+                if each.__qualname__ == f"{one.__qualname__}.{each.__name__}":
+                    yield from _variables_of(each)
+
+
+@cache
+def _is_of_library(module: str) -> bool:
+    """Whether code of a module of Python keeps no state of a model: of libraries, and of Python itself."""
+    return bool(_LIBRARY.match(module or "")) or module.partition(".")[0] in _OF_PYTHON
+
+
+@cache
+def _classes_of(kind: Any) -> tuple[type, ...]:
+    """Return a class of modules and those that it comes from, below PyTorch's own."""
+    return tuple(one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object)
+
+
+@cache
+def _code_of(kind: Any) -> tuple[Any, ...]:
+    """Return the functions of a class of modules, below PyTorch's own, and those that they call in its file."""
+    return _reached_from(chain.from_iterable(map(_functions_of, _classes_of(kind))))
+
+
+def _functions_of(value: Any) -> Iterator[Any]:
+    """Yield functions that a name stands for: itself, what it wraps, those in a dict, methods of its class."""
+    kind = value if isinstance(value, type) else type(value)
+    methods = () if _is_of_library(kind.__module__) else vars(kind).values()
+    for one in (value, *(value.values() if type(value) is dict else ()), *methods):
+        inside = one.func if isinstance(one, partial) else one.fget if isinstance(one, property) else one
+        yield getattr(inside, "__wrapped__", inside)
+
+
+def _reached_from(functions: Iterable[Any]) -> tuple[Any, ...]:
+    """Return functions and those that they name in the same file; of libraries none besides."""
+    waiting, reached = list(functions), dict[Any, None]()
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not inspect.isfunction(function) or function in reached:
+            continue
+        reached[function] = None
+        if not _is_of_library(function.__module__):
+            space, names = function.__globals__, _names_of(function.__code__)
+            named = chain.from_iterable(map(_functions_of, map(space.get, names)))
+            waiting += [one for one in named if getattr(one, "__globals__", None) is space]
+    return tuple(reached)
+
+
+@cache
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code, and code within it, reads or writes outside of itself."""
+    inner = (_names_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    return frozenset(code.co_names).union(*inner)

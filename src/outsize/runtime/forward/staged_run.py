@@ -11,7 +11,7 @@ are copied like masks, and their gradients are summed where they come about. Whe
 code between the units has run before they move; the head's arguments come into being where it runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -63,10 +63,11 @@ class StagedRun(MicrobatchRun):
         ambient: Ambient = nullcontext,
         shortcuts: Shortcuts | None = None,
         effects: SideEffects = NO_EFFECTS,
+        check_settings: Callable[[], None] = lambda: None,
         *,
         outer: OuterForward,
     ) -> None:
-        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, effects)
+        super().__init__(model, inputs, tracked, reseed, graph, ambient, shortcuts, effects, check_settings)
         self._glue = outer
         self._staying: set[int] = set()  # memory of arguments that are shared
         self._outer = OuterBackward(leaves_wait=False)

@@ -6,17 +6,14 @@ Microbatches take turns between units, so that what the code of one leaves there
 batch has to go whole. What is made once and stays (a table, a cached mask) does no harm.
 """
 
-import inspect
 import logging
 import random
-import re
 import sys
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from operator import length_hint
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,17 +24,23 @@ from outsize.compat.torch_private import (
     buffers_of,
     forward_hooks_of,
     has_hooks_of_all,
+    version_of,
 )
-from outsize.compat.transformers_private import ADAPTERS_IN_USE, OUTPUT_HOOKS
-from outsize.runtime.forward.outline import outline_of
-from outsize.runtime.forward.places import Variables
+from outsize.compat.transformers_private import OUTPUT_HOOKS
+from outsize.runtime.forward.outline import MOST_ITEMS, outline_of
+from outsize.runtime.forward.places import OF_MODULES, State, Variables, kind_of, named_by, read_variables
 
 _log = logging.getLogger(__name__)
-# Of what code names outside of itself, what it may write into; other objects there belong to libraries.
-_WRITABLE = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
-# Models of these assign to nothing outside of themselves.
-_LIBRARY = re.compile(r"(transformers|diffusers|peft|accelerate|huggingface_hub|torch|numpy|outsize)\b")
-_OF_PYTHON = sys.stdlib_module_names - {"__main__"}
+# What is its own mark; what of modules no forward reads; and how deep settings are looked for in objects.
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodType)
+_MARKED = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, State, *_FUNCTIONS}
+_OF_NO_EFFECT = OF_MODULES - {"forward", "training"}
+_DEPTH = 3
+_FLAGS = (
+    torch.get_default_dtype,
+    torch.get_float32_matmul_precision,
+    torch.are_deterministic_algorithms_enabled,
+)
 
 
 class UnitState:
@@ -56,7 +59,7 @@ class UnitState:
         self.others: list[Any] = []
         for module in modules:
             self.modules.append(module)
-            for value in _named_by(module):
+            for value in named_by(module):
                 (self.modules if isinstance(value, nn.Module) else self.others).append(value)
 
 
@@ -77,110 +80,84 @@ def untouched(state: UnitState, values: Iterable[Any] = ()) -> Iterator[None]:
                     leaf.copy_(value)
 
 
-def _named_by(module: nn.Module) -> Iterator[Any]:
-    """Yield what the code of a module and of the hooks in it names outside of itself."""
-    for kind in _classes_of(cast("Hashable", type(module))):
-        if not _is_of_library(kind.__module__):
-            yield Variables(kind.__name__, kind)
-    for function in _code_of(cast("Hashable", type(module))):
-        yield from _named_in(function)
-    for hooks in forward_hooks_of(module):
-        for hook in hooks.values():
-            yield from _held_by(hook)
+class LayerSettings:
+    """What callers set of layers between a forward and its backward, which recomputes them as they are then.
+
+    Args:
+        modules: of the layers, before the forward.
+        by_forwards: what forwards set, by holder and name; what this one sets is added.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], by_forwards: set[tuple[Any, str]]) -> None:
+        self._modules, self._by_forwards = modules, by_forwards
+        self._then = _settings_of(modules)
+
+    def end_forward(self) -> None:
+        """Note what the forward has set."""
+        self._by_forwards |= self._since()
+        self._then = _settings_of(self._modules)
+
+    def changed(self) -> str:
+        """Return the name of something that is another since; empty for nothing, or for what forwards set as well."""
+        return min((name for _, name in self._since() - self._by_forwards), default="")
+
+    def _since(self) -> set[tuple[Any, str]]:
+        now = _settings_of(self._modules)
+        return {key for key, value in now.items() if (value,) != (self._then.get(key, now),)}
 
 
-def _held_by(hook: Any) -> Iterator[Any]:
-    """Yield objects that a hook refers to: closure cells, the bound object, partial arguments."""
-    if isinstance(hook, partial):
-        yield from (*hook.args, *hook.keywords.values())
-        hook = hook.func
-    if inspect.ismethod(hook):
-        yield hook.__self__
-        hook = hook.__func__
-    if inspect.isfunction(hook):
-        for function in _reached_from((hook,)):
-            yield from _named_in(function)
-    elif not inspect.isbuiltin(hook):
-        yield hook
+def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
+    """Return what callers can set of layers and of what these read and call, by holder and name.
 
+    That is attributes, those of objects that layers hold (a config), variables and classes that their code names,
+    buffers, hooks, functions of torch and of the layers' own files, and flags of torch. Marks of them hold no tensor.
 
-def _named_in(function: Any) -> Iterator[Any]:
-    space, names = function.__globals__, _names_of(function.__code__)
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not yet filled
-            inside = cell.cell_contents
-            yield inside if isinstance(inside, nn.Module) else Variables(function.__qualname__, cell)
-    values = [space[name] for name in names if name in space]
-    if _is_of_library(function.__module__):
-        yield from (one for one in values if type(one) in _WRITABLE or isinstance(one, torch.Generator))
-        return
-    yield from (function.__defaults__ or (), function.__kwdefaults__ or {}, vars(function))
-    yield Variables(function.__module__, space, names)
-    for value in values:
-        if isinstance(value, type) and not _is_of_library(value.__module__):
-            yield Variables(value.__name__, value)
-        elif inspect.ismodule(value) and not _is_of_library(value.__name__):
-            yield Variables(value.__name__, vars(value), names)
-
-
-@cache
-def _is_of_library(module: str) -> bool:
-    """Whether code of a module of Python keeps no state of a model: of libraries, and of Python itself."""
-    return bool(_LIBRARY.match(module or "")) or module.partition(".")[0] in _OF_PYTHON
-
-
-@cache
-def _classes_of(kind: Any) -> tuple[type, ...]:
-    """Return a class of modules and those that it comes from, below PyTorch's own."""
-    return tuple(one for one in kind.__mro__ if not one.__module__.startswith("torch.") and one is not object)
+    Args:
+        modules: of the layers, with all that they have inside.
+    """
+    state, marks = UnitState(modules), dict[int, Any]()
+    settings = {(0, read.__name__): read() for read in _FLAGS}
+    holders = {id(one): one for one in (torch, nn.functional, Tensor)}
+    for kind in set(map(type, state.modules)):
+        holders.update((id(one), one) for one in _files_of(cast("Hashable", kind)))
+    for at, holder in holders.items():
+        settings.update(((at, n), v) for n, v in vars(holder).items() if type(v) in _FUNCTIONS)
+    for module in state.modules:
+        at = id(module)
+        for name, value in vars(module).items():
+            if name not in _OF_NO_EFFECT and ("_forward_" not in name or value):
+                settings[at, name] = "_forward_" in name or _mark_of(value, marks)
+    for other in state.others:
+        items = read_variables(other) if isinstance(other, Variables) else [(type(other).__name__, other)]
+        at = id(other.holder if isinstance(other, Variables) else other)
+        settings.update(((at, name), _mark_of(value, marks)) for name, value in items)
+    return settings
 
 
 @cache
-def _code_of(kind: Any) -> tuple[Any, ...]:
-    """Return the functions of a class of modules, below PyTorch's own, and those that they call in its file."""
-    return _reached_from(chain.from_iterable(map(_functions_of, _classes_of(kind))))
+def _files_of(kind: Any) -> tuple[Any, ...]:
+    """Return the classes that a class comes from, and their files."""
+    return *kind.__mro__[:-1], *(
+        sys.modules[one.__module__] for one in kind.__mro__ if one.__module__ in sys.modules
+    )
 
 
-def _functions_of(value: Any) -> Iterator[Any]:
-    """Yield functions that a name stands for: itself, what it wraps, those in a dict, methods of its class."""
-    kind = value if isinstance(value, type) else type(value)
-    methods = () if _is_of_library(kind.__module__) else vars(kind).values()
-    for one in (value, *(value.values() if type(value) is dict else ()), *methods):
-        inside = one.func if isinstance(one, partial) else one.fget if isinstance(one, property) else one
-        yield getattr(inside, "__wrapped__", inside)
-
-
-def _reached_from(functions: Iterable[Any]) -> tuple[Any, ...]:
-    """Return functions and those that they name in the same file; of libraries none besides."""
-    waiting, reached = list(functions), dict[Any, None]()
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if not inspect.isfunction(function) or function in reached:
-            continue
-        reached[function] = None
-        if not _is_of_library(function.__module__):
-            space, names = function.__globals__, _names_of(function.__code__)
-            named = chain.from_iterable(map(_functions_of, map(space.get, names)))
-            waiting += [one for one in named if getattr(one, "__globals__", None) is space]
-    return tuple(reached)
-
-
-@cache
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    """Return the names that code, and code within it, reads or writes outside of itself."""
-    inner = (_names_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-def settings_of(modules: Iterable[nn.Module]) -> list[str]:
-    """Return what callers set of layers and layers themselves do not: modes, chances and factors, adapters in use."""
-    return [
-        f"{name}={value}"
-        for unit in modules
-        for module in unit.modules()
-        for name, value in vars(module).items()
-        if type(value) is float or name == "training" or name in ADAPTERS_IN_USE
-    ]
+def _mark_of(value: Any, marks: dict[int, Any], depth: int = 0) -> Any:
+    """Return what tells a value from others by its contents, but for tensors and objects of libraries."""
+    kind = type(value)
+    if kind in _MARKED:
+        return value
+    mark = marks.get(id(value))
+    if mark is None:
+        mark = marks[id(value)] = id(value)
+        within = kind_of(value) if depth < _DEPTH and not isinstance(value, nn.Module) else None
+        if isinstance(value, Tensor):
+            mark = mark, 0 if value.is_inference() else version_of(value)
+        elif kind is tuple or (within is not None and length_hint(value) <= MOST_ITEMS):
+            items = enumerate(value) if within is None else within.read(value)
+            mark = tuple((key, _mark_of(one, marks, depth + 1)) for key, one in items)
+        marks[id(value)] = mark
+    return mark
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

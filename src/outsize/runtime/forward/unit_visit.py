@@ -34,10 +34,6 @@ from outsize.runtime.forward.unit_state import UnitState, same_values
 _log = logging.getLogger(__name__)
 Forward = Callable[..., Any]
 Roots = list[GradientEdge | None]
-STALE = (
-    "layers were set otherwise between this forward and its backward, which recomputes them (train or eval, dropout, a "
-    "factor, adapters in use): go backward first, or set activations=keep"
-)
 
 
 class Gate:
@@ -310,14 +306,12 @@ class UnitVisit:
         given = zip(self.leaves, versions, strict=False)  # those of its state come last
         self.versions = [(_counter(leaf), count) for leaf, count in given if memory_key(leaf) not in passed]
 
-    def check_unchanged(self, unit: int, stale: bool) -> None:
-        """Check that neither an argument has been changed in place since the unit, ``unit``, has run, nor the layers.
+    def check_unchanged(self, unit: int) -> None:
+        """Check that no argument has been changed in place since the unit, ``unit``, has run.
 
         Raises:
-            ModelError: one has, or they are ``stale``, so that the unit cannot be run again.
+            ModelError: one has, so that the unit cannot be run again.
         """
-        if stale:
-            raise ModelError(STALE)
         versions, self.versions = self.versions, []
         if [version for _, version in versions] != versions_of([leaf for leaf, _ in versions]):
             raise ModelError(

@@ -234,7 +234,7 @@ class ComputeOps:
         unit, run = self._find(op, context)
         assert op.microbatch is not None
         given = context.output_gradients.pop(op.microbatch, None) if unit == len(self._forwards) - 1 else None
-        with self._naming(op), self._device.computing(), self._apart():
+        with self._naming(op), self._device.computing(), self._apart(), context.around_backward():
             if given is not None:
                 run.backward_from(*given)
             run.backward(unit, self._forwards[unit])
@@ -343,9 +343,9 @@ class ComputeOps:
         common = self._split.model, inputs, tracked, reseed, context.keeps, context.ambient, self._shortcuts
         effects, state_of = self._settings.effects, self._state_of if context.keeps else None
         if outer is not None:
-            run: MicrobatchRun = StagedRun(*common, effects, outer=outer)
+            run: MicrobatchRun = StagedRun(*common, effects, context.check_settings, outer=outer)
         else:
-            run = MicrobatchRun(*common, effects, state_of)
+            run = MicrobatchRun(*common, effects, context.check_settings, state_of)
         self._runs.add(run)
         return run
 

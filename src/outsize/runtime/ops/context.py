@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,9 +13,8 @@ from outsize.accelerators import catch_up
 from outsize.errors import ModelError, OutsizeError, model_raised
 from outsize.planner.program.program import COMPUTE_KINDS, Kind, Op, Program
 from outsize.planner.program.table import ROWS
-from outsize.runtime.forward.microbatch import MicrobatchRun
+from outsize.runtime.forward.microbatch import Ambient, MicrobatchRun
 from outsize.runtime.forward.unit_state import States, random_states, set_random_states
-from outsize.runtime.forward.unit_visit import STALE
 
 
 class Moved(NamedTuple):
@@ -117,7 +116,8 @@ class StepContext:
         output_gradients: where the backward of a step that is cut starts from: roots and their gradients.
         moved: bytes that the step's ops have moved so far, by lane and what they crossed: the lane's link, or
             ``disk:read`` and ``disk:write``; each lane writes its own entries.
-        stale: whether the caller has set layers otherwise since the forward.
+        stale: what the caller has set otherwise since the forward; empty for nothing.
+        around_backward: makes what its backward runs in.
     """
 
     number: int
@@ -141,7 +141,7 @@ class StepContext:
     program: int = 0
     brought: Counter[int] = field(default_factory=Counter)
     fetched: Counter[tuple[int | None, int | None]] = field(default_factory=Counter)
-    ambient: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ambient: Ambient = nullcontext
     drawing: Drawing | None = None
     keeps: bool = True
     again: bool = False
@@ -151,23 +151,21 @@ class StepContext:
     deliver: Callable[[int, Any], None] = lambda *_: None
     output_gradients: dict[int, tuple[list[Any], list[Tensor]]] = field(default_factory=dict)
     moved: dict[tuple[str, str], Moved] = field(default_factory=dict)
-    stale: bool = False
+    stale: str = ""
+    around_backward: Ambient = nullcontext
 
     @property
     def alone(self) -> bool:
         """Whether nothing that runs now is kept for a backward."""
         return self.again or not self.keeps
 
-    def note_settings(self, stale: bool) -> None:
-        """Have what would be recomputed be refused where the caller has set layers otherwise since the forward."""
-        self.stale = stale
-        for run in self.runs.values():
-            run.stale = stale
-
     def check_settings(self) -> None:
         """Raise a `ModelError` where the caller has set layers otherwise since the forward."""
         if self.stale:
-            raise ModelError(STALE)
+            raise ModelError(
+                f"{self.stale} was set otherwise between this forward and its backward, which recomputes layers: go "
+                "backward first, or set activations=keep"
+            )
 
     def bytes_moved(self) -> dict[str, Moved]:
         """Return what has moved so far, by what it crossed: ``up:w0``, ``net:reduce`` or ``disk:read``."""

@@ -177,9 +177,6 @@ class GradientOps:
 
         The coefficient of a unit that is clipped by its own norm is brought to the host here, where nothing that
         computes waits for it.
-
-        Raises:
-            NonFiniteError: so it is.
         """
         self._check(context)
         if unit not in context.unit_clips:

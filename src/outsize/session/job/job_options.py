@@ -235,11 +235,7 @@ def _class_of(optimizer: OptimizerConfig) -> "TorchClass":
 
 
 def _round_of(train: TrainConfig, optimizer: OptimizerConfig) -> int | None:
-    """Return the microbatches of a round that the user asks for; None where that is the planner's to say.
-
-    Raises:
-        ConfigError: rounds are asked for where gradients are not summed at home, in fp32.
-    """
+    """Return the microbatches of a round that the user asks for; None where that is the planner's to say."""
     size = train.round_microbatches
     if size is not None and optimizer.gradients != "fp32" and size < (train.microbatches or 1):
         raise ConfigError(
@@ -249,11 +245,7 @@ def _round_of(train: TrainConfig, optimizer: OptimizerConfig) -> int | None:
 
 
 def _check_whole(name: str, spec: ModelSpec, tile: int | None, num_ranks: int) -> None:
-    """Check that nothing cuts units into parts, where the optimizer steps whole parameters, and that Muon has some.
-
-    Raises:
-        ConfigError: something does.
-    """
+    """Check that nothing cuts units into parts, where the optimizer steps whole parameters, and that Muon has some."""
     row = named(name)
     if row and row.products and not any(True for unit in spec.units for _ in muon_matrices(unit)):
         raise ConfigError(

@@ -66,9 +66,6 @@ def _add_noise(model: nn.Module, alpha: float | None) -> None:
     """Have the embedding of ``model`` add NEFTune's noise while it trains (arXiv 2310.05914).
 
     Noise is drawn within the embedding's own forward, where streamed and resident runs seed alike, not by a hook.
-
-    Raises:
-        ModelError: transformers does not tell which of its modules embeds tokens.
     """
     if alpha is not None:
         try:

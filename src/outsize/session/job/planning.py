@@ -133,11 +133,7 @@ def question_of(
 
 
 def _uncut(demand: RunDemand) -> RunDemand:
-    """Return the run with whole steps, where microbatches would take values from one another (`SideEffects.crosses`).
-
-    Raises:
-        ConfigError: it asks for microbatches.
-    """
+    """Return the run with whole steps, where microbatches would take values from one another."""
     config = demand.config
     count = min(config.sequences_per_step, config.train.microbatches or config.sequences_per_step)
     if count == 1:
@@ -246,11 +242,7 @@ def _assumed(demand: RunDemand) -> Figures:
 
 
 def _check(activations: str, measured: Measured) -> None:
-    """Check that the model can have what the user chose.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check that the model can have what the user chose."""
     extent = None if activations == "auto" else Choice(activations).extent
     bytes_by_extent = {Extent.WHOLE: measured.saved_bytes, **selected_bytes(measured)}
     if extent is not None and not any(bytes_by_extent.get(extent, ())):
@@ -266,11 +258,7 @@ def _check(activations: str, measured: Measured) -> None:
 
 
 def _check_tiles(wanted: int | None, state: StateLayout, machine: RunMachine) -> None:
-    """Check the elements of a tile, where the user gave them.
-
-    Raises:
-        ConfigError: a tile would be no whole sectors in every plane.
-    """
+    """Check the elements of a tile, where the user gave them."""
     if wanted is not None and machine.home == "disk" and wanted % state.quantum:
         raise ConfigError(
             f"memory.tile_elements: {wanted} is not a multiple of {state.quantum}, which tiles of this optimizer state "

@@ -183,11 +183,7 @@ def planned(demand: RunDemand, plan: Plan) -> Job:
 
 
 def _unpacked(demand: RunDemand, announce: Announce) -> RunSpec | None:
-    """Return the run with a sequence for each document where the model does not keep them apart; None where it does.
-
-    Raises:
-        ModelError: it does not, and the user wants several in a sequence.
-    """
+    """Return the run with a sequence for each document where the model does not keep them apart; None where it does."""
     try:
         _check_packing(demand)
     except ModelError as error:
@@ -199,11 +195,7 @@ def _unpacked(demand: RunDemand, announce: Announce) -> RunSpec | None:
 
 
 def _check_packing(demand: RunDemand) -> None:
-    """Check that documents are kept apart where they share sequences.
-
-    Raises:
-        ModelError: the model cannot be shown to do that.
-    """
+    """Check that documents are kept apart where they share sequences."""
     parts, text_config = demand.split, demand.hf_config.get_text_config()
     if demand.config.data.pack == "documents":
         # Compiled backwards run once, and what a block sees is its code's choice.
