@@ -302,7 +302,7 @@ class AutogradBridge:
         tensors = (*self._inputs.given, *self._parameters)
         nodes = _Node.apply(anchor, self, values, *tensors) if values else ()  # type: ignore[no-untyped-call]
         # A hook on an output of which the model took the loss itself is not run with no gradient: `descend` refuses.
-        made = [one.view_as(one) for one in nodes]
+        made = [one.view_as(one) if one.dim() else one for one in nodes]
         self._parameters = ()
         self._inputs.let_go()
         self._shown = [weakref.ref(tensor) for tensor in made]
