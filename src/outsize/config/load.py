@@ -35,6 +35,7 @@ def load_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return the configuration of a run.
 
@@ -43,12 +44,13 @@ def load_config(
         overrides: texts ``section.key=value``, the values written as in YAML, lists also as ``a,b``; later ones win.
         flags: values by dotted key, e.g. ``{"train.steps": 10}``; None means that the flag was not given.
         environ: environment variables, those of the process by default; ``OUTSIZE_<SECTION>__<KEY>`` counts.
+        defaults: values by dotted key that stand where no source has one.
 
     Raises:
         ConfigError: a source cannot be read, or a key, a value or a combination of them is wrong.
     """
     given = {key: value for key, value in (flags or {}).items() if value is not None}
-    tree: Tree = {}
+    tree: Tree = _unflatten((defaults or {}).items())
     origins: dict[str, str] = {}
     if path is not None:
         _lay_over(tree, origins, _read_file(Path(path)), str(path))

@@ -52,7 +52,7 @@ SETTINGS = {
     "parallel.gradients": "net_gradients",
 }
 # More of them, which options write in another way.
-_ALSO = {
+ALSO = {
     "data.path": "data",
     "train.method": "method",
     "data.seq_len": "seq_len",
@@ -67,12 +67,12 @@ def is_run(model: str) -> bool:
 
 
 def read_run(path: str) -> Config:
-    """Return the configuration in a YAML file; the environment is that of another machine.
+    """Return the configuration in a YAML file, which need not name data; the environment is that of another machine.
 
     Raises:
         ConfigError: the file cannot be read, or is wrong.
     """
-    return load_config(path, environ={})
+    return load_config(path, environ={}, defaults={"data.path": "data"})
 
 
 def with_run(options: PlanFlags) -> PlanFlags:
@@ -90,7 +90,7 @@ def with_run(options: PlanFlags) -> PlanFlags:
         return options
     run = read_run(options.model)
     values: dict[str, Any] = {}
-    for setting, option in (SETTINGS | _ALSO).items():
+    for setting, option in (SETTINGS | ALSO).items():
         section, key = setting.split(".")
         values[option] = getattr(getattr(run, section), key)
     values["tokens_per_step"] = run.tokens_per_step

@@ -11,6 +11,7 @@ from outsize.choices import BlockKernels, Home
 from outsize.cli.plan.plan_data import count_data
 from outsize.cli.plan.plan_machine import machine_from, net_of, share_of, size_of, wire_of
 from outsize.cli.plan.plan_model import (
+    ALSO,
     SETTINGS,
     AskedModel,
     ModelFigures,
@@ -44,6 +45,7 @@ DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 # Up and down, of memory that is not pinned: bench/results/gpu_h200_2026-11.json.
 _PAGEABLE_BYTES_PER_S = (8.3e9, 15.5e9)
 _MIB = 2**20
+_OF_ADAPTERS = {"lora.target_modules": "lora_modules", "lora.target_parameters": "lora_parameters"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,10 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     model = model or asked_model(options)
     model, seq_len = model.with_samples(options)
     config = _config(options, model, seq_len, adapted_modules(options.lora_modules))
-    figures = figures or model.figures(config)
+    try:
+        figures = figures or model.figures(config)
+    except ConfigError as error:
+        raise ConfigError(in_options(str(error))) from None
     spec = figures.spec
     share_of(config.sequences_per_step, num_ranks)
     tokens, note = _tokens(options, model.path, None if model.run is None else config.data)
@@ -232,7 +237,7 @@ def _method(config: Config, spec: ModelSpec) -> str:
         for tensor in unit.tensors
         if ".lora_A" in tensor.name
     )
-    modules = dict.fromkeys(name.rpartition(".")[2] for name in adapted)
+    modules = dict.fromkeys(name.replace(".base_layer", "").rpartition(".")[2] for name in adapted)
     named = [name for name in modules if not any(name in stack.split(".") for stack in experts)]
     return f"LoRA of rank {config.lora.r} on {', '.join((*named, *experts))}"
 
@@ -281,7 +286,7 @@ def in_options(text: str) -> str:
     """Return ``text`` with settings of a run, such as ``train.mlp_parts=4``, as options of this command."""
 
     def as_option(match: re.Match[str]) -> str:
-        name = "base_codec" if match[1] == "lora.base_codec" else SETTINGS.get(match[1])
+        name = (SETTINGS | ALSO | _OF_ADAPTERS).get(match[1])
         return match[0] if name is None else f"--{name.replace('_', '-')} {match[2] or ''}".rstrip()
 
     return re.sub(r"\b(\w+\.\w+)(?:=(\w+))?", as_option, text)

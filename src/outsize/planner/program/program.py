@@ -105,13 +105,12 @@ def parse_op(text: str) -> Op:
     text = text.strip()
     match = TEXT.fullmatch(text)
     if match is None or match["kind"] not in _KINDS:
-        raise ProgramError(f"not an op: {text!r}; the table of ops is in outsize/planner/program/table.py")
+        raise ProgramError(f"not an op: {text!r}; docs/programs.md tells of each: {', '.join(Kind)}")
     numbers = {name: int(match[name]) for name in _FIELDS if match[name] is not None}
     op = Op(kind=_KINDS[match["kind"]], **numbers)
     if not is_well_formed(op) or str(op) != text:
-        raise ProgramError(
-            f"not a form of {op.kind}: {text!r}; the table of ops is in outsize/planner/program/table.py"
-        )
+        forms = (Op(kind=op.kind, **dict.fromkeys(row.fields, 0)) for row in FORMS[op.kind])
+        raise ProgramError(f"not a form of {op.kind}: {text!r}; write it like {' or '.join(map(str, forms))}")
     return op
 
 

@@ -6,8 +6,9 @@ loading of weights (`outsize.inference.waves`). Where tokens are drawn, each pro
 """
 
 import copy
+import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -163,7 +164,7 @@ def generate(
         choice: keyword arguments of `generate`.
 
     Raises:
-        DataError: no prompt, an empty one, or one that is too long for the model.
+        DataError: no prompt, an empty one, one that is too long for the model, or no tokens.
         InfeasiblePlanError: a batch takes more of the device than there is.
     """
     check_counts(max_new_tokens, batch_size, in_flight)
@@ -185,7 +186,7 @@ def generate(
         in_flight=in_flight,
         seed=seed,
     )
-    rows = [list(prompt) for prompt in prompts]
+    rows = [as_tokens(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
     check_lengths(model, rows, max_new_tokens, [f"prompt {number}" for number in range(len(rows))])
     written: list[list[int]] = []
 
@@ -248,6 +249,20 @@ def encodes(model: nn.Module) -> bool:
 def positions_of(model: nn.Module) -> int | None:
     """Return how many tokens a model takes; None where nothing limits them."""
     return num_positions(cast(Any, model).config.get_text_config().to_dict())
+
+
+def as_tokens(given: Iterable[int], name: str) -> list[int]:
+    """Return the tokens of the text called ``name``.
+
+    Raises:
+        DataError: what is given is no sequence of whole numbers.
+    """
+    try:
+        return [operator.index(token) for token in given]
+    except TypeError:
+        raise DataError(
+            f"{name} is {given!r:.60}, not a list of tokens; give those of a tokenizer: tokenizer(text).input_ids"
+        ) from None
 
 
 def check_lengths(

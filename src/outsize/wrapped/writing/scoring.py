@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from outsize.errors import ConfigError, DataError, InfeasiblePlanError
 from outsize.inference.experts import ExpertStatistics
 from outsize.inference.waves import LoadHiding
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.writing.generations import positions_of
+from outsize.wrapped.writing.generations import as_tokens, positions_of
 from outsize.wrapped.writing.text import check_model
 
 FIRST_TOKENS = 1024  # of the first wave, which measures
@@ -143,14 +143,14 @@ def score(
         figures: counts what it takes.
 
     Raises:
-        DataError: a text has no token to score, or more than the model has positions.
-        ConfigError: the model has a head and should have none, or the other way round.
+        DataError: a text has no token to score, more than the model has positions, or is no list of tokens.
+        ConfigError: no such thing to want, or the model has a head and should have none, or the other way round.
         InfeasiblePlanError: a text takes more of the device than there is.
     """
     _check_kind(model, want)
     pace = _Pace(model, wave_tokens, ScoringFigures() if figures is None else figures, top_k)
     pace.group_tokens = group_tokens
-    for wave in _waves(model, texts, pace, group_tokens or 1):
+    for wave in _waves(model, texts, pace, group_tokens or 1, want):
         yield from pace.run(wave, want)
 
 
@@ -234,17 +234,24 @@ class _Pace:
 
 
 def _waves(
-    model: nn.Module, texts: Iterable[ScoredText | Sequence[int]], pace: _Pace, multiple: int
+    model: nn.Module,
+    texts: Iterable[ScoredText | Sequence[int]],
+    pace: _Pace,
+    multiple: int,
+    want: Scored,
 ) -> Iterator[list[ScoredText]]:
     """Yield the texts in waves of as many tokens as there are to be, a ``multiple``, at least one text in each."""
     most = positions_of(model)
     wave: list[ScoredText] = []
     count = 0
     for number, given in enumerate(texts):
-        text = given if isinstance(given, ScoredText) else ScoredText(list(given))
-        if not 1 <= text.start <= len(text.ids):
+        text, least = given, 0
+        if not isinstance(text, ScoredText):
+            text, least = ScoredText(as_tokens(text, f"text {number}")), 1 + (want in ("logprobs", "logits"))
+        if not 1 <= text.start <= len(text.ids) or len(text.ids) < least:
             raise DataError(
-                f"text {number} has {len(text.ids)} tokens, and scores from {text.start} on; it needs 1"
+                f"text {number} has {len(text.ids)} tokens, and scores from {text.start} on, since the first follows "
+                "nothing; give it one more"
             )
         if most and len(text.ids) > most:
             raise DataError(
@@ -287,6 +294,10 @@ def _inputs(model: nn.Module, texts: Sequence[ScoredText]) -> dict[str, Any]:
 
 
 def _check_kind(model: nn.Module, want: Scored) -> None:
+    if want not in get_args(Scored):
+        raise ConfigError(
+            f"want is {want!r}; write {', '.join(get_args(Scored)[:-1])} or {get_args(Scored)[-1]}"
+        )
     can = getattr(model, "can_generate", lambda: False)()
     if want in ("hidden", "embeddings"):
         if can:
