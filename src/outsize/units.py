@@ -29,12 +29,16 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * factor)
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Return ``num_bytes`` in the largest binary unit that keeps it at or above one, e.g. ``"1.50 GiB"``."""
+def format_bytes(num_bytes: int, *, up: bool = False) -> str:
+    """Return ``num_bytes`` in the largest binary unit that keeps it at or above one, e.g. ``"1.50 GiB"``.
+
+    Rounded ``up`` it is a budget that holds them.
+    """
     for unit, factor in reversed(_BINARY.items()):
         if abs(num_bytes) >= factor:
             name = unit[0].upper() + "iB"
-            return f"{num_bytes / factor:.2f} {name}"
+            rounded = math.ceil(100 * num_bytes / factor) / 100 if up else num_bytes / factor
+            return f"{rounded:.2f} {name}"
     return f"{num_bytes} B"
 
 

@@ -275,6 +275,7 @@ def make_plan(
         clip=False,
         state=state,
         microbatches=microbatches,
+        most_microbatches=microbatches if all(shape.rows == 1 for shape in shapes) else None,
         slots=memory.slots,
         prefetch=memory.prefetch,
         tile_elements=memory.tile_elements,

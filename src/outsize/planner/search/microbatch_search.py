@@ -283,7 +283,8 @@ def what_to_try(
     """
     tier = next(iter(short_by))
     codecs = [name for name, share in BASE_SHARES.items() if short_by[tier] <= (1 - share) * frozen_bytes]
-    needed = sum(memory[tier].values())
+    num_needed = sum(memory[tier].values())
+    needed = format_bytes(num_needed, up=True)
     largest = max(memory[tier], key=lambda name: memory[tier][name])
     size = format_bytes(memory[tier][largest])
     of_tokens = sum(memory[tier].get(name, 0) for name in OF_TOKENS)
@@ -295,27 +296,27 @@ def what_to_try(
     elif tier == "device" and largest in OF_TOKENS and short_by[tier] < of_tokens:
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
     elif state.whole and largest in ("optimizer tiles", "optimizer scratch", "gradient ring"):
-        advice = f"a {tier} budget of {format_bytes(needed)}, or optimizer.name=adamw, which steps units piece by piece"
+        advice = f"a {tier} budget of {needed}, or optimizer.name=adamw, which steps units piece by piece"
     elif tier == "host" and options.home == "host" and codecs and not options.cut:
         advice = f"lora.base_codec={codecs[0]}, which takes about {BASE_SHARES[codecs[0]]:.0%} of these bytes"
     elif tier == "host" and options.home == "host":
-        room = needed - short_by[tier] > memory[tier].get("home", 0)
+        room = num_needed - short_by[tier] > memory[tier].get("home", 0)
         on_disk = options.may_be_on_disk and not shortage(replace(options, home="disk", below="disk"))
-        otherwise = "the home on disk" if on_disk else f"a host budget of {format_bytes(needed)}"
+        otherwise = "the home on disk" if on_disk else f"a host budget of {needed}"
         if room and not options.cut:
             fits_one = not shortage(replace(options, microbatches=1, round_microbatches=None))
             otherwise = _FEWER_TOKENS if fits_one else smaller_microbatches(options, None)
         advice = _smaller_state(options, state, shortage, otherwise)
     elif tier == "disk" and options.commits and largest == "home":
-        advice = f"a disk budget of {format_bytes(needed)}"
+        advice = f"a disk budget of {needed}"
         if not shortage(replace(options, commits=False)):
             advice += ", or memory.commits=none, which needs about half of it and "
             advice += "goes back to the last checkpoint after a crash"
     else:
-        advice = f"a {tier} budget of {format_bytes(needed)}"
+        advice = f"a {tier} budget of {needed}"
     if tier == "device":
         advice = without_products(state) + advice
     return (
-        f"the smallest plan needs {format_bytes(needed)} on the {tier}, {size} of it for {largest}; "
+        f"the smallest plan needs {needed} on the {tier}, {size} of it for {largest}; "
         f"first try {advice}"
     )

@@ -359,7 +359,7 @@ def _what_to_try(
     tier = next(iter(short_by))
     classes = memory[tier]
     largest = max(classes, key=lambda name: classes[name])
-    needed = format_bytes(sum(classes.values()))
+    needed = format_bytes(sum(classes.values()), up=True)
     advice = {
         "offloaded activations": "memory.activations=auto, which keeps what has room",
         "weight slots": f"devices with {needed}",
