@@ -78,5 +78,6 @@ def test_what_only_describes_needs_no_torch(module):
 
 def test_public_names_are_sorted_and_exist():
     assert outsize.__all__ == sorted(outsize.__all__)
+    assert dir(outsize) == outsize.__all__
     for name in outsize.__all__:
         assert hasattr(outsize, name)

@@ -39,6 +39,8 @@ def test_what_is_no_size_is_refused_with_an_example(text):
 @given(st.integers(min_value=1, max_value=2**50))
 def test_a_printed_size_is_within_half_a_percent_of_what_it_stands_for(num_bytes):
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.005 * num_bytes
+    budget = parse_bytes(format_bytes(num_bytes, up=True))
+    assert num_bytes - 1 <= budget <= 1.01 * num_bytes + 1
 
 
 @given(st.integers(min_value=0, max_value=2**60), st.sampled_from([1, 64, 512, 2048, 4096, 3]))

@@ -136,6 +136,11 @@ def test_train_takes_the_adapters_of_a_mixture_as_plan_wrote_them(tmp_path, caps
     options = ("--gpus", "4090", "--seq-len", 16, "--tokens-per-step", 128, "--no-advice", "--mlp-parts", 2)
     budgets = ("--host-memory", "1GiB", "--device-memory", "1GiB")  # which this machine has, too
     lora = ("--method", "lora", "--lora-parameters", "experts.gate_up_proj,experts.down_proj")
+    assert run(tmp_path / "model", *options, *budgets, *lora) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "LoRA of rank 8 on experts.gate_up_proj, experts.down_proj on" in shown
+    assert run(tmp_path / "model", *options, *budgets, "--method", "lora") == 2
+    assert "name --lora-modules; the linear layers" in capsys.readouterr().err
     predicted = answer(capsys, tmp_path / "model", *options, *budgets, *lora, "--output", file)
     with pytest.raises(SystemExit) as done:
         main(["train", str(file), "--dry-run", "--json"])

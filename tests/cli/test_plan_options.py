@@ -41,8 +41,9 @@ def test_lora_trains_little_and_says_so(model_dir, capsys, gpus, tmp_path):
 
 
 def test_what_an_error_advises_is_an_option_here(model_dir, capsys):
-    advised = in_options("first try train.mlp_parts=4, or a smaller train.head_chunk_tokens; lora.r=3")
-    assert advised == "first try --mlp-parts 4, or a smaller --head-chunk-tokens; lora.r=3"
+    advised = in_options("first try train.mlp_parts=4, or a smaller train.head_chunk_tokens; lora.alpha=3")
+    assert advised == "first try --mlp-parts 4, or a smaller --head-chunk-tokens; lora.alpha=3"
+    assert in_options("name lora.target_modules") == "name --lora-modules"
     options = (model_dir, "--gpus", "4090", "--seq-len", 128, "--no-advice", "--microbatches", 64)
     large, small = (
         answer(capsys, *options, "--head-chunk-tokens", tokens)["memory_bytes"]["device"]["workspace"]
@@ -275,6 +276,8 @@ def test_the_file_of_a_run_is_asked_about_as_the_options_that_say_the_same(model
     )
     other = answer(capsys, path, *machine, "--dtype", "bf16", "--method", "full")  # what is default, too
     assert (other["dtype"], other["method"], other["seq_len"]) == ("bf16", "full", 128)
+    path.write_text(path.read_text().replace("path: corpus, ", ""))  # no data are needed to plan
+    assert answer(capsys, path, *machine)["method"] == "lora"
 
 
 def test_a_frozen_model_in_four_bits_takes_less_and_full_training_freezes_none(model_dir, capsys):

@@ -71,6 +71,13 @@ def test_anything_else_is_refused_with_its_text_and_position(text):
     assert repr(text) in str(caught.value)
 
 
+def test_of_an_op_in_another_form_its_forms_are_said():
+    with pytest.raises(ProgramError, match="write it like READ 0>h0 or READ 0#0>t0"):
+        parse("READ 3")
+    with pytest.raises(ProgramError, match=r"docs/programs.md .*: LOAD, FREE, "):
+        parse("MOVE 3")
+
+
 def test_an_op_with_other_fields_than_its_kind_needs_is_not_well_formed():
     assert is_well_formed(Op(kind=Kind.STEP, unit=1))
     assert not is_well_formed(Op(kind=Kind.STEP, unit=1, buffer=0))

@@ -497,5 +497,5 @@ def test_another_checkpoint_of_a_run_is_no_model_that_has_moved(tmp_path: Path):
     begun, later, moved = (tmp_path / name / "checkpoints" / step for name, step in ("a1", "a2", "b1"))
     for there in (later, moved):
         there.mkdir(parents=True)
-    assert run_state._has_moved(str(begun), str(moved))
-    assert not run_state._has_moved(str(begun), str(later))
+    assert run_state._has_moved(str(begun), str(moved), True)
+    assert not run_state._has_moved(str(begun), str(later), True)

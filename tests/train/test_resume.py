@@ -1,6 +1,7 @@
 """A run goes on with other memory, from another place, over the end of the data: to the same bits."""
 
 import functools
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,19 @@ def test_weights_of_any_checkpoint_start_a_run_afresh(tmp_path: Path) -> None:
     fresh = make_run(tmp_path, model={"path": model})
     result = train(in_dir(fresh, tmp_path / "fresh", steps=1))
     assert result.steps == 1
+
+
+def test_a_whole_run_goes_on_when_the_checkpoint_that_it_began_with_has_been_pruned(tmp_path: Path) -> None:
+    """All that trains is in its own checkpoint; adapters would go on over another base, and are refused."""
+    config = make_run(tmp_path)
+    train(in_dir(config, tmp_path / "run", steps=2, save_every=1, save_total_limit=None))
+    first, later = (tmp_path / "run" / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    over = {path: make_run(tmp_path, model={"path": str(path)}) for path in (first, later)}
+    train(in_dir(over[first], tmp_path / "whole", steps=2))
+    train(in_dir(over[first], tmp_path / "parts", steps=1))
+    shutil.rmtree(first)
+    train(in_dir(over[later], tmp_path / "parts", steps=2, resume="auto"))
+    assert_same_end(tmp_path / "whole", tmp_path / "parts")
     assert set(end_of(tmp_path / "fresh")["updates"].values()) == {1}
 
 

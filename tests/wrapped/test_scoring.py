@@ -148,6 +148,15 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path, load: Callable[..., An
         next(score(model, [[5, 6]], want="hidden"))
     with pytest.raises(DataError, match="text 1 has 0 tokens"):
         list(score(model, [[5, 6], []]))
+    with pytest.raises(DataError, match="text 0 has 1 tokens"):
+        list(score(model, [[5]]))
+    for given in ("words", {"input_ids": [5, 6]}, [5.0, 6.0], 5):
+        with pytest.raises(DataError, match=r"text 0 is .*, not a list of tokens"):
+            list(score(model, [given]))  # type: ignore[list-item]
+        with pytest.raises(DataError, match=r"prompt 0 is .*, not a list of tokens"):
+            outsize.generate(model, [given], max_new_tokens=1)  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="want is 'logprob'; write logprobs, "):
+        next(score(model, [[5, 6]], want="logprob"))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="more than the 64 positions"):
         list(score(model, [[5] * 65]))
 

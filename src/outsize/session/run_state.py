@@ -114,7 +114,8 @@ def check_same_run(state: Mapping[str, Any], where: object, config: Config, dtyp
         ConfigError: the run had another model, seed, compute dtype, or other sequences or steps; ``where`` is named.
     """
     name, data = name_of(config.model.path), state["data"]
-    model = name if _has_moved(state["model"], name) else state["model"]
+    is_read = config.train.method == "lora" or bool(config.model.freeze) or config.train.objective != "sft"
+    model = name if _has_moved(state["model"], name, is_read) else state["model"]
     optimizers = (state, _optimizer(config.optimizer))
     settings = (
         ("model.path", model, name),
@@ -265,11 +266,14 @@ def name_of(model: str) -> str:
     return str(path.resolve()) if path.exists() else model
 
 
-def _has_moved(recorded: str, model: str) -> bool:
-    """Whether the model's directory may have been moved since; one checkpoint of a run is no other one."""
+def _has_moved(recorded: str, model: str, is_read: bool) -> bool:
+    """Whether the model's directory may have been moved since.
+
+    One checkpoint of a run is no other one, where its weights are still read beside those of the run that goes on.
+    """
     old, new = Path(recorded).parts, Path(model).parts
     run = old[: old.index("checkpoints") + 1] if "checkpoints" in old else None
-    if run is not None and new[: len(run)] == run:
+    if is_read and run is not None and new[: len(run)] == run:
         return False
     return Path(recorded).is_absolute() and not Path(recorded).exists() and Path(model).exists()
 

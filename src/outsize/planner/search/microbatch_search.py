@@ -316,7 +316,4 @@ def what_to_try(
         advice = f"a {tier} budget of {needed}"
     if tier == "device":
         advice = without_products(state) + advice
-    return (
-        f"the smallest plan needs {needed} on the {tier}, {size} of it for {largest}; "
-        f"first try {advice}"
-    )
+    return f"the smallest plan needs {needed} on the {tier}, {size} of it for {largest}; first try {advice}"
