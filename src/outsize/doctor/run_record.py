@@ -242,11 +242,7 @@ def _inventory(about: Mapping[str, Any]) -> Inventory | None:
 
 
 def _lines(heartbeat: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the newest lines that tell of a step.
-
-    Raises:
-        ConfigError: it cannot be read, or none of its lines does.
-    """
+    """Yield the newest lines that tell of a step."""
     newest = deque(enumerate(lines_of(heartbeat), 1), maxlen=KEPT_LINES + 1)
     if newest and not newest[-1][1].endswith(b"\n"):
         newest.pop()  # being written

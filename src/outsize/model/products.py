@@ -129,11 +129,7 @@ def _linear_class(products: str) -> Any:
 
 
 def _check_devices(devices: Devices, products: str) -> None:
-    """Check that devices multiply in fp8; a CPU emulates it.
-
-    Raises:
-        ConfigError: it does not; why.
-    """
+    """Check that devices multiply in fp8; a CPU emulates it."""
     lacks = {_lacks(devices.kind, index) for index in devices.indices if devices.accelerated} - {""}
     if lacks:
         raise ConfigError(f"products: {products} on {devices}: {lacks.pop()}; set native")

@@ -153,10 +153,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     model = model or asked_model(options)
     model, seq_len = model.with_samples(options)
     config = _config(options, model, seq_len, adapted_modules(options.lora_modules))
-    try:
-        figures = figures or model.figures(config)
-    except ConfigError as error:
-        raise ConfigError(in_options(str(error))) from None
+    figures = figures or _figures(model, config)
     spec = figures.spec
     share_of(config.sequences_per_step, num_ranks)
     tokens, note = _tokens(options, model.path, None if model.run is None else config.data)
@@ -195,6 +192,13 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
         model=model,
         figures=figures,
     )
+
+
+def _figures(model: AskedModel, config: Config) -> ModelFigures:
+    try:
+        return model.figures(config)
+    except ConfigError as error:
+        raise ConfigError(in_options(str(error))) from None
 
 
 def _of_machines(question: Question, machine: Machine, net: Figure | None) -> Question:

@@ -13,14 +13,15 @@ Every key is one of four kinds, and a test holds the table to all that transform
 import contextlib
 import copy
 import logging
+import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import ConfigError
+from outsize.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -205,6 +206,20 @@ def _error_of(model: nn.Module, settled: Any, choice: Mapping[str, Any]) -> Exce
     except Exception as error:  # whatever its many parts raise
         return error
     return None
+
+
+def as_tokens(given: Iterable[int], name: str) -> list[int]:
+    """Return the tokens of the text called ``name``.
+
+    Raises:
+        DataError: what is given is no sequence of whole numbers.
+    """
+    try:
+        return [operator.index(token) for token in given]
+    except TypeError:
+        raise DataError(
+            f"{name} is {given!r:.60}, not a list of tokens; give those of a tokenizer: tokenizer(text).input_ids"
+        ) from None
 
 
 def check_counts(max_new_tokens: int, batch_size: int, in_flight: int | None) -> None:

@@ -6,9 +6,8 @@ loading of weights (`outsize.inference.waves`). Where tokens are drawn, each pro
 """
 
 import copy
-import operator
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,7 +22,13 @@ from outsize.inference.waves import in_order
 from outsize.model.sizes.model_spec import num_positions
 from outsize.wrapped.module import runner_of
 from outsize.wrapped.writing.detokenizer import Endings, TextUntil, Token
-from outsize.wrapped.writing.generation_settings import check_counts, ends_of, looks_at_padding, settled_in
+from outsize.wrapped.writing.generation_settings import (
+    as_tokens,
+    check_counts,
+    ends_of,
+    looks_at_padding,
+    settled_in,
+)
 
 _SEVERAL = ("num_return_sequences", "return_dict_in_generate")  # what would return more than rows of tokens
 
@@ -249,20 +254,6 @@ def encodes(model: nn.Module) -> bool:
 def positions_of(model: nn.Module) -> int | None:
     """Return how many tokens a model takes; None where nothing limits them."""
     return num_positions(cast(Any, model).config.get_text_config().to_dict())
-
-
-def as_tokens(given: Iterable[int], name: str) -> list[int]:
-    """Return the tokens of the text called ``name``.
-
-    Raises:
-        DataError: what is given is no sequence of whole numbers.
-    """
-    try:
-        return [operator.index(token) for token in given]
-    except TypeError:
-        raise DataError(
-            f"{name} is {given!r:.60}, not a list of tokens; give those of a tokenizer: tokenizer(text).input_ids"
-        ) from None
 
 
 def check_lengths(

@@ -21,7 +21,8 @@ from outsize.errors import ConfigError, DataError, InfeasiblePlanError
 from outsize.inference.experts import ExpertStatistics
 from outsize.inference.waves import LoadHiding
 from outsize.wrapped.module import runner_of
-from outsize.wrapped.writing.generations import as_tokens, positions_of
+from outsize.wrapped.writing.generation_settings import as_tokens
+from outsize.wrapped.writing.generations import positions_of
 from outsize.wrapped.writing.text import check_model
 
 FIRST_TOKENS = 1024  # of the first wave, which measures
