@@ -340,7 +340,7 @@ def parse_yaml(
 
 
 def _check_size(node: yaml.Node, sizes: dict[int, int]) -> int:
-    """Return how many nodes there are below one, with aliases written out; some lines of these can stand for billions."""
+    """Return how many nodes there are below one, with aliases written out: a few lines can stand for billions."""
     size_before = sizes.get(id(node))
     if size_before == 0:
         raise ConstructorError(None, None, "an alias stands for what it is a part of", node.start_mark)

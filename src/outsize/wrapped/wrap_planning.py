@@ -294,8 +294,7 @@ def make_plan(
         copies = held_copies(microbatches, size, scored=scored, in_fp32=in_fp32)
         held = measured.held_bytes + -(-copies * measured.output_bytes // size)
         if size < microbatches:  # later rounds go forward while the first one waits
-            waiting = max(measured.boundary_bytes) if machine.num_workers == 1 else 0
-            held += measured.held_bytes + waiting
+            held += measured.held_bytes + (max(measured.boundary_bytes) if machine.num_workers == 1 else 0)
         named = replace(options, round_microbatches=None if size == microbatches else size)
         return plan_wrapped(split, machine, measured, named, held)
 
