@@ -15,7 +15,7 @@ import typer
 
 from outsize.cli.text.console import Output, write_output
 from outsize.errors import ConfigError, OutsizeError
-from outsize.units import format_bytes, format_count, parse_bytes
+from outsize.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from outsize.config import Config
@@ -63,13 +63,14 @@ def _row(
 ) -> dict[str, Any]:
     """Return the row, and say on stderr what is under way."""
     from outsize.accelerators import kind_here
+    from outsize.cli.plan.plan_machine import size_of
     from outsize.config import load_config
     from outsize.training.run import train
     from outsize.training.short_runs import verify
 
     chosen = device if device != "auto" else kind_here() or "cpu"
     usual = ON_CPUS if chosen.partition(":")[0] in ("cpu", "emulated") else ON_ACCELERATORS
-    budget = _bytes(device_memory or usual[0])
+    budget = size_of("--device-memory", device_memory or usual[0])
     shape = shape_for(budget)
     output.say(f"making a model for a budget of {format_bytes(budget)}")
     num_parameters = _make(shape, directory)
@@ -116,13 +117,6 @@ def _row(
         "predicted_from_data_sheet": _planned(timed, shape, directory / "run"),
         "fallbacks": beats[-1].get("fallbacks"),
     }
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"--device-memory: {error}") from error
 
 
 def shape_for(budget: int) -> dict[str, int]:

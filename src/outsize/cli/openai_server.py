@@ -107,7 +107,7 @@ class Completions:
         job = _Job(request, Answer(request, num_choices, self.name, self._writer.token_text))
         self.jobs.append(job)
         future = self._thread.submit(self._run, job, prompts)
-        future.add_done_callback(lambda _: self._leave(job))
+        future.add_done_callback(lambda _: self.jobs.remove(job))
         try:
             yield job
         finally:
@@ -123,9 +123,6 @@ class Completions:
         """Write no further token; returns when nothing is being written."""
         self._ends.set()
         self._thread.shutdown(cancel_futures=True)
-
-    def _leave(self, job: _Job) -> None:
-        self.jobs.remove(job)
 
     def _run(self, job: _Job, prompts: Sequence[Any]) -> None:
         began = time.monotonic()

@@ -19,9 +19,7 @@ from outsize.planner.predict.prediction import Prediction, fastest
 from outsize.units import format_bytes, format_seconds
 
 # Options of the command that say what is printed or written beside a prediction.
-REPORTING = frozenset(
-    (*("largest", "compare", "what_if", "full"), *("advice", "timeline", "output_file", "named"))
-)
+REPORTING = {"largest", "compare", "what_if", "full", "advice", "timeline", "output_file", "named"}
 
 
 @overload

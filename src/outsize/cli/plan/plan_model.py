@@ -353,9 +353,8 @@ def _parsed(model: str, file: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{model} has no config.json; give a model directory, its config.json, or a hub id"
         )
-    remedy = "give the config.json that lies beside the weights of a model"
-    if file.suffix in (".yaml", ".yml"):
-        remedy = f"outsize plan takes a model; the plan of a run is that of outsize train {file} --dry-run"
-    fields = files.read_json(file, CheckpointError, remedy)
+    fields = files.read_json(
+        file, CheckpointError, "give the config.json that lies beside the weights of a model"
+    )
     check_sizes(fields, file)
     return fields
