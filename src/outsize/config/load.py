@@ -145,9 +145,9 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
         section_model = _section_model(section)
         if section_model is None or key not in section_model.model_fields:
             meant = suggest(f"{section}.{key}" if key else section.replace("_", ".", 1))
-            hint = (
-                f"did you mean {_variable(meant)}?" if meant and "." in meant else "see docs/configuration.md"
-            )
+            hint = "see docs/configuration.md"
+            if meant and "." in meant:
+                hint = f"did you mean {_PREFIX}{meant.upper().replace('.', '__')}?"
             raise ConfigError(f"{name}: no such environment variable; {hint}")
         branches.append((name, {section: {key: _value(environ[name], name, (section, key))}}))
     return branches
@@ -204,10 +204,6 @@ def _kinds(annotation: Any) -> set[Any]:
         return {type(choice) for choice in get_args(annotation)}
     parts = get_args(annotation)[: 1 if get_origin(annotation) is Annotated else None]
     return {kind for part in parts if part is not ... for kind in _kinds(part)} or {annotation}
-
-
-def _variable(dotted: str) -> str:
-    return _PREFIX + dotted.upper().replace(".", "__")
 
 
 def _unflatten(items: Iterable[tuple[str, Any]]) -> Tree:

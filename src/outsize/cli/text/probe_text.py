@@ -166,6 +166,7 @@ def copies_by_size(probed: MachineFile) -> list[str]:
 
 def _inventory(probed: MachineFile) -> list[str]:
     cpu, memory, environment = probed.inventory.cpu, probed.inventory.memory, probed.inventory.environment
+    native = environment.native
     rows = [
         (
             "CPU",
@@ -180,7 +181,7 @@ def _inventory(probed: MachineFile) -> list[str]:
         ("NUMA nodes", str(len(cpu.numa_nodes))),
         ("container", _value(environment.container)),
         ("VM", _value(environment.virtual_machine)),
-        ("C kernels", _native(environment.native)),
+        ("C kernels", f"none: {native.source}" if native.value == "none" else _value(native)),
     ]
     rows += [
         (
@@ -194,10 +195,6 @@ def _inventory(probed: MachineFile) -> list[str]:
         for gpu in probed.inventory.gpus
     ]
     return columns(rows)
-
-
-def _native(fact: Fact) -> str:
-    return f"none: {fact.source}" if fact.value == "none" else _value(fact)
 
 
 def _rows(probed: MachineFile) -> Iterable[tuple[str, ...]]:
