@@ -382,6 +382,7 @@ def test_what_follows_from_other_keys():
     assert config.tokens_per_step == 512
     assert config.sequences_per_step == 4
     assert config.warmup_steps == 20
+    assert load("train.steps=20", "optimizer.warmup_ratio=0.06").warmup_steps == 2  # as transformers has it
 
 
 # --- the object ---------------------------------------------------------------------------------------------

@@ -255,11 +255,11 @@ def test_a_text_that_begins_as_the_tokenizer_begins_texts_has_that_once(objectiv
     tokenizer = make_tokenizer(bos=True)
     pair = {"prompt": "q", "chosen": "good", "rejected": "bad", "completion": "good", "label": True}
     (row,), _ = read(objective, {**pair, "prompt": "<s>q"})
-    assert begun_once(row, tokenizer)["prompt"] == "q"
-    assert begun_once(row, make_tokenizer())["prompt"] == "<s>q"
+    assert begun_once([row], tokenizer)[0]["prompt"] == "q"
+    assert begun_once([row], make_tokenizer())[0]["prompt"] == "<s>q"
     if objective == "reward":
         (row,), _ = read(objective, {"chosen": "<s>good", "rejected": "bad"})
-        assert begun_once(row, tokenizer) == {"chosen": "good", "rejected": "bad"}
+        assert begun_once([row], tokenizer) == [{"chosen": "good", "rejected": "bad"}]
 
 
 def test_the_margin_of_a_pair_counts_for_a_reward_and_is_told_elsewhere(read):

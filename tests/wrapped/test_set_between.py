@@ -188,6 +188,30 @@ def test_what_is_on_around_one_of_both_counts_as_in_the_plain_model(
     assert_equal(_trained(activations, forward, around), _trained(None, forward, around))
 
 
+SEEN: list[bool] = []
+
+
+class _Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        SEEN.append(True)
+        return gradient
+
+
+def test_what_backwards_set_themselves_is_set_by_nobody_else():
+    class Noted(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return _Noting.apply(super().forward(x))  # type: ignore[no-untyped-call]
+
+    with wrapped(Net(Noted), **SETTINGS[1]) as model:
+        (square(model(X)) + square(model(X))).backward()
+        SEEN.clear()
+
+
 def test_what_forwards_set_themselves_is_set_by_nobody_else():
     class Counting(Block):
         calls = 0

@@ -96,8 +96,8 @@ class Config(Section):
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up, from whichever of the two keys was given."""
-        return self.optimizer.warmup_steps or round(self.optimizer.warmup_ratio * self.train.steps)
+        """Steps of warm-up, from whichever of the two keys was given, a fraction of a step counting as one."""
+        return self.optimizer.warmup_steps or math.ceil(self.train.steps * self.optimizer.warmup_ratio)
 
     def notes(self, around: Surroundings | None = None) -> list[str]:
         """Return one sentence for every setting that has no effect on this run.

@@ -224,7 +224,7 @@ class OptimizerConfig(Section):
         default=0, ge=0, description="Steps over which the learning rate rises from zero."
     )
     warmup_ratio: Fraction = Field(
-        default=0.0, description="The same as a fraction of train.steps; give one of the two."
+        default=0.0, description="The same as a fraction of train.steps, rounded up; give one of the two."
     )
 
     @model_validator(mode="before")

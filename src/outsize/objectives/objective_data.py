@@ -130,8 +130,7 @@ def _for_trl(
         end = reply_end(chat.render)
     else:
         _tell_idle(config, announce)
-        rows = [begun_once(row, tokenizer) for row in rows]
-        measured = measured and [begun_once(row, tokenizer) for row in measured]
+        rows, measured = begun_once(rows, tokenizer), measured and begun_once(measured, tokenizer)
     return Prepared(
         tokenizer=tokenizer,
         rows=as_dataset(rows),

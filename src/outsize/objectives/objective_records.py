@@ -88,13 +88,16 @@ def as_texts(rows: Sequence[Row], tokenizer: Any) -> list[Row]:
     return [trl.apply_chat_template(row, tokenizer, json.loads(row.get("tools") or "null")) for row in rows]
 
 
-def begun_once(row: Row, tokenizer: Any) -> Row:
+def begun_once(rows: list[Row], tokenizer: Any) -> list[Row]:
     """Return texts without the token that begins a text, where the tokenizer puts one there itself, as sft has it."""
-    begin = tokenizer.bos_token
+    begin, fields = tokenizer.bos_token, ("chosen", "rejected", "completion")
     if not begin or added_tokens(tokenizer)[0] != [tokenizer.bos_token_id]:
-        return row
-    first = {"prompt"} if row.get("prompt") else {"chosen", "rejected", "completion"}
-    return {name: v.removeprefix(begin) if name in first else v for name, v in row.items()}
+        return rows
+    first = [("prompt",) if row.get("prompt") else fields for row in rows]
+    return [
+        {name: v.removeprefix(begin) if name in begins else v for name, v in row.items()}
+        for row, begins in zip(rows, first, strict=True)
+    ]
 
 
 def as_dataset(rows: list[Row]) -> Any:

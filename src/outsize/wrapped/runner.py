@@ -65,7 +65,7 @@ class Runner(Inferring):
         self._caller = Caller(*(each.torch_device for each in self.session.machine.devices.each))
         self._num_steps = 0
         self._uncut: set[frozenset[str]] = set()  # names of inputs that cannot be cut into microbatches
-        self._set_by_forwards: set[tuple[Any, str]] = set()  # of layers, see `LayerSettings`
+        self._set_by_passes: set[tuple[Any, str]] = set()  # of layers, see `LayerSettings`
         self._leaves_nothing: int | None = None  # hooks and mode in which layers left none, see `watching`
         self._saving: weakref.ref[AutogradBridge] | None = None  # the last one whose inputs left the device
         self._keeping: weakref.ref[AutogradBridge] | None = None  # the last one that kept more than inputs
@@ -154,9 +154,9 @@ class Runner(Inferring):
         )
         runs_again = [model] if programs.passes.following.ops else self.split.modules
         layers = [each for unit in runs_again if keeps for each in unit.modules()]
-        settings = LayerSettings(layers, self._set_by_forwards)
+        settings = LayerSettings(layers, self._set_by_passes)
         self._walk_forward(programs, context, joined, lean=lean)
-        settings.end_forward()
+        settings.end_pass()
         joined.end(self._caller.take)
         if not keeps or not joined.differentiable:
             if leaves:
@@ -238,6 +238,7 @@ class Runner(Inferring):
             context.around_backward = replace(Modes.of_now(), grad=True).around
             with self.parameters.hooks_run(), kernels:
                 self._backward(engine, context, roots, settings, warm=engine.num_submitted == mark, lean=lean)
+            settings.end_pass()
             self.parameters.show_links(GRADIENT)
             if self.records is not None and tokens:
                 self.records.scored(loss, tokens)

@@ -85,25 +85,24 @@ class LayerSettings:
 
     Args:
         modules: of the layers, before the forward.
-        by_forwards: what forwards set, by holder and name; what this one sets is added.
+        by_passes: what forwards and backwards set, by holder and name; what those of now set is added.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], by_forwards: set[tuple[Any, str]]) -> None:
-        self._modules, self._by_forwards = modules, by_forwards
+    def __init__(self, modules: Sequence[nn.Module], by_passes: set[tuple[Any, str]]) -> None:
+        self._modules, self._by_passes = modules, by_passes
         self._then = _settings_of(modules)
 
-    def end_forward(self) -> None:
-        """Note what the forward has set."""
-        self._by_forwards |= self._since()
-        self._then = _settings_of(self._modules)
+    def end_pass(self) -> None:
+        """Note what has been set since: by the forward, or by the backward that `changed` came before."""
+        self._by_passes |= self._since()
 
     def changed(self) -> str:
-        """Return the name of something that is another since; empty for nothing, or for what forwards set as well."""
-        return min((name for _, name in self._since() - self._by_forwards), default="")
+        """Return the name of something that is another since; empty for nothing, or for what passes set as well."""
+        return min((name for _, name in self._since() - self._by_passes), default="")
 
     def _since(self) -> set[tuple[Any, str]]:
-        now = _settings_of(self._modules)
-        return {key for key, value in now.items() if (value,) != (self._then.get(key, now),)}
+        then, self._then = self._then, _settings_of(self._modules)
+        return {key for key, value in self._then.items() if (value,) != (then.get(key, then),)}
 
 
 def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
