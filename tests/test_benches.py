@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -95,6 +96,22 @@ def test_parts_on_a_gpu_come_in_order_and_hide_it_from_the_device_that_is_made_u
     assert all("--junitxml" in call[0] for call in calls if "-m pytest" in call[0])
     # Once as users have it, and once with segments that grow.
     assert [bool(call[3]) for call in calls if "bench_8b_step" in call[0]] == [False, True]
+
+
+def test_all_groups_together_end_in_less_than_28_minutes_and_the_first_in_14(tmp_path: Path):
+    """By their limits, whatever their parts take; and each part of the first has its seconds within them."""
+    text = (BENCH / "gpu" / "run_all.sh").read_text()
+    seconds = {name: int(most) for name, most in re.findall(r"\[(\w+)\]=(\d+)", text)}
+    groups = re.search(r'"\$\{@:-([\w ]+)\}"', text)
+    assert groups is not None
+    assert (
+        sum(seconds[name] for name in groups[1].split()) <= 28 * 60 - 50
+    )  # and packages are installed before
+    calls, said = run_all(tmp_path, "first")
+    assert "all done in" in said
+    limits = [int(found) for found in re.findall(r"^== .*: at most (\d+) s$", said, re.MULTILINE)]
+    assert len(limits) == len(re.findall(r"^== .*: done in", said, re.MULTILINE)) == 8
+    assert sum(limits) <= seconds["first"] <= 14 * 60
 
 
 def test_a_part_that_hangs_costs_no_other_its_results(tmp_path: Path):

@@ -92,6 +92,17 @@ CASES: dict[str, dict[str, Any]] = {
         "memory": {"device": DEVICES},
         "train": {"microbatches": 4},
     },
+    "adapters, products offloaded": {
+        "model": {"dtype": "bf16"},
+        "train": {"method": "lora"},
+        "lora": LORA,
+        "memory": {"activations": "offload-products"},
+    },
+    "experts, products kept": {
+        "name": "qwen3_moe",
+        "model": {"dtype": "bf16"},
+        "memory": {"activations": "keep-products"},
+    },
     "products wait below the device": {
         "model": {"dtype": "bf16"},
         "memory": {"activations": "offload-products", "home": "disk"},
