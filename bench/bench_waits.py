@@ -136,7 +136,7 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("runtime/engine/executor.py", "timed.ended.query()"): CLOCK,
     ("runtime/engine/executor.py", "begun = time.perf_counter(), self._device.record(lane)"): CLOCK,
     ("inference/loader.py", "self._waits[0][1].query()"): CLOCK,
-    ("accelerators.py", "torch.accelerator.synchronize(device)"): CLOCK,
+    ("accelerators.py", "module_of(device).synchronize(device)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(source)"): CLOCK,
     ("session/job/machine.py", "torch.accelerator.synchronize(target)"): CLOCK,
 }

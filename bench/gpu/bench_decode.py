@@ -55,7 +55,7 @@ def decoded(name: str, source: Tensor, device: str) -> dict[str, Any]:
     room = torch.empty(codec.spec.max_bytes(source.numel(), "bf16"), dtype=torch.uint8)
     encoded = room[: codec.encode(source, room)].to(device)
     into, rows = torch.empty_like(source, device=device), {}
-    for label, kernels in (("triton", device_kernels(torch.device(device).type)), ("torch", None)):
+    for label, kernels in (("triton", device_kernels(torch.device(device))), ("torch", None)):
         if label == "torch" or kernels is not None:
             rows[label] = measure(partial(codec.by(kernels).decode, encoded, into), source.nbytes, device)
     return rows
