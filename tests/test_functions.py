@@ -129,6 +129,17 @@ def test_a_driver_that_pins_little_makes_links_as_slow_as_pageable_copies(tmp_pa
     assert rates[1] == pytest.approx(1 / (1 / 6 / rates[0] + 5 / 6 / 8.3e9), rel=1e-3)
 
 
+def test_a_home_that_ends_on_disk_crosses_by_pinned_buffers(tmp_path, model_json):
+    """What a driver pins of a home in host memory is nothing to one that has no room there."""
+    box, steps = tmp_path / "box.yaml", []
+    for pinned in ("", "pinned: 1 B"):
+        box.write_text(f"gpus: 4090\nram: 8GB\ndisk: 1TB\n{pinned}\n")
+        decision = outsize.predict(model_json, machine=box, tokens_per_step=16384).decision
+        assert decision.plan.home == "disk"
+        steps.append(decision.step_s)
+    assert steps[0] == steps[1]
+
+
 def test_what_is_given_comes_before_what_a_file_says(tmp_path, model_json):
     box = tmp_path / "box.yaml"
     box.write_text("gpus: 4090\nram: 1GB")

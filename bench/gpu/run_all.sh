@@ -9,12 +9,14 @@
 #   ALL_S=800 bench/gpu/run_all.sh first # what no GPU has answered yet, in order of what hangs on it
 #   DEVICE=emulated:1 bench/gpu/run_all.sh   # that it runs, on a machine without a GPU
 #
-# PYTHON names the interpreter. Packages that it lacks are installed into a virtual environment beside the checkout,
-# torch excepted; with INSTALL=0 nothing is, and no network is needed. C kernels are built where there is a compiler.
+# PATIENCE=4 gives each part four times as long, on a machine that is slow or busy. PYTHON names the interpreter.
+# Packages that it lacks are installed into a virtual environment beside the checkout, torch excepted; with INSTALL=0
+# nothing is, and no network is needed. C kernels are built where there is a compiler.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
-PYTHON="${PYTHON:-python3}" DEVICE="${DEVICE:-cuda}" RESULTS="${RESULTS:-bench/results}" ALL_S="${ALL_S:-1680}"
+PYTHON="${PYTHON:-python3}" DEVICE="${DEVICE:-cuda}" RESULTS="${RESULTS:-bench/results}"
+ALL_S="${ALL_S:-1680}" PATIENCE="${PATIENCE:-1}"
 mkdir -p "$RESULTS"
 if [[ ${INSTALL:-1} != 0 ]] && lacks=$("$PYTHON" bench/gpu/check_packages.py --names) && [[ -n $lacks ]]; then
     "$PYTHON" -m venv --system-site-packages .venv-gpu && PYTHON=.venv-gpu/bin/python
@@ -30,7 +32,7 @@ declare -A MOST=([decode]=110 [verify]=320 [tests]=360 [step]=400 [probe]=190 [f
 until=$ALL_S
 
 part() { # part NAME SECONDS COMMAND...
-    local name=$1 limit=$2 began=$SECONDS left=$(((ALL_S < until ? ALL_S : until) - SECONDS))
+    local name=$1 limit=$(($2 * PATIENCE)) began=$SECONDS left=$(((ALL_S < until ? ALL_S : until) - SECONDS))
     shift 2
     if ((left < limit)); then limit=$left; fi
     echo "== $name: at most $limit s"
@@ -132,7 +134,7 @@ run_probe() {
 
 for name in "${@:-decode verify tests step probe families accelerator}"; do
     for each in $name; do
-        until=$((SECONDS + MOST[$each]))
+        until=$((SECONDS + MOST[$each] * PATIENCE))
         "run_$each"
     done
 done

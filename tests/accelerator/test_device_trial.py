@@ -12,6 +12,7 @@ from transformers import AttentionInterface, LlamaConfig, PreTrainedModel
 from accelerator import late
 from devices import IS_MADE_UP
 from outsize.accelerators import CPU, Devices
+from outsize.model import compiled
 from outsize.model.build import build_skeleton
 from outsize.model.split import split
 from outsize.model.walk import Boundaries
@@ -20,6 +21,7 @@ from outsize.runtime.trial.measured import KnownRows, Measured
 from outsize.session.job.demand import made_up_inputs
 from outsize.training.run import train
 from support import end_of, in_dir, make_run
+from train.test_compile import CHEAP
 
 pytestmark = pytest.mark.skipif(not IS_MADE_UP, reason="run with --accelerator=late")
 HEADS, HEAD_DIM, TOKENS = 4, 16, 1024
@@ -110,6 +112,79 @@ def test_passes_are_run_once_for_each_size():
     assert measure(LATE, 2, rows=rows) == first
     measure(LATE, 1, rows=rows)
     assert set(rows._noted) - names == {f"late full (1, {TOKENS})"}
+
+
+@torch.library.custom_op("outsize_tests::attend", mutates_args=())
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    """As an operation of flash-attn: it has a form without numbers, and numbers of a device alone."""
+    if query.device.type != "late":
+        raise NotImplementedError("FlashAttention only supports CUDA tensors")
+    return softmax_of(query, key, scale) @ value
+
+
+@attend.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("outsize_tests::attend_backward", mutates_args=())
+def attend_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights = softmax_of(query, key, scale)
+    of_weights = gradient @ value.transpose(-1, -2)
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    return of_scores @ key, of_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ gradient
+
+
+@attend_backward.register_fake
+def _(gradient: Any, query: Any, key: Any, value: Any, scale: float) -> Any:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.scale = inputs[3]
+
+
+def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    return *attend_backward(gradient, *ctx.saved_tensors, ctx.scale), None
+
+
+attend.register_autograd(backward, setup_context=keep)
+
+
+def softmax_of(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
+    scores = query @ key.transpose(-1, -2) * scale
+    later = torch.ones(scores.shape[-2:], device=scores.device).triu(1) * -1e9
+    return torch.softmax(scores + later, -1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_that_no_host_runs_are_tried_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As those with flash-attn, whose operations torch compiles, and no CPU runs."""
+
+    def of_device(module: Any, query: Any, key: Any, value: Any, *_: Any, scaling: float, **__: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        return attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", of_device)
+    name = "_check_and_adjust_attn_implementation"
+    monkeypatch.setattr(PreTrainedModel, name, lambda model, asked, *_, **__: asked)
+    monkeypatch.setattr(compiled, "BACKEND", CHEAP)
+    ends, said = [], list[str]()
+    for blocks in ("off", "blocks"):
+        model = {"attention": "flash_attention_2", "compile": blocks}
+        config = make_run(tmp_path, memory={"device": "late:0", "home": "host"}, model=model)
+        train(in_dir(config, tmp_path / blocks), announce=said.append)
+        ends.append(end_of(tmp_path / blocks))
+    assert not any("LlamaDecoderLayer runs as it is" in line for line in said)
+    for name, tensor in ends[0].items():
+        if isinstance(tensor, torch.Tensor):
+            torch.testing.assert_close(tensor, ends[1][name])
 
 
 def test_attention_that_takes_tensors_of_a_device_alone_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -101,7 +101,7 @@ def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
         sizes.append(sizes[-1] // 2)
     for fitting, tokens in product(homes, sizes):
         request = ask(replace(options, tokens_per_step=tokens), model, request.figures)
-        if _fits(request, fitting):
+        if _fits(request.question, fitting, request.config):
             break
     return request
 
@@ -128,11 +128,10 @@ def asked_model(options: PlanFlags) -> AskedModel:
     return AskedModel(*read_config(run.model.path), run=options.model, notes=notes)
 
 
-def _fits(request: Asked, home: Home) -> bool:
+def _fits(question: Question, home: Home, config: Config) -> bool:
     """Whether any plan fits: of microbatches of one sequence, and of encoded weights, where the user names neither."""
-    question = replace(request.question, home=home)
-    plain = replace(question, microbatches=question.microbatches or question.sequences)
-    return fits_at_all(plain) or (request.config.transport.weights == "auto" and fits_encoded(plain))
+    plain = replace(question, home=home, microbatches=question.microbatches or question.sequences)
+    return fits_at_all(plain) or (config.transport.weights == "auto" and fits_encoded(plain))
 
 
 def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigures | None = None) -> Asked:
@@ -180,7 +179,7 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
         fixed_bytes=CUBLAS_BYTES * own_processor,
         stream_bytes=STREAM_BYTES * own_processor,
     )
-    question = replace(question, machine=_as_pinned(question, options.generate))
+    question = replace(question, machine=_as_pinned(question, config, options.generate))
     return Asked(
         name=options.model,
         question=question,
@@ -213,12 +212,13 @@ def _of_machines(question: Question, machine: Machine, net: Figure | None) -> Qu
     )
 
 
-def _as_pinned(question: Question, reads_only: bool) -> Machine:
+def _as_pinned(question: Question, config: Config, reads_only: bool) -> Machine:
     """Return the machine with what its links reach of a home in host memory of which its driver pins a part."""
     model, machine = question.model, question.machine
     most = machine.host.pinned_bytes
-    if most is None or question.home == "disk":  # it crosses by way of buffers, which are pinned first
-        return machine
+    # A home on disk crosses by way of buffers, which are pinned first.
+    if most is None or question.home == "disk" or not (reads_only or _fits(question, "host", config)):
+        return replace(machine, host=replace(machine.host, pinned_bytes=None))
     parts = by_class(model, question.options.state or model.dtype)
     names = ("weights", "frozen weights") if reads_only else ("weights", "frozen weights", "gradients")
     crossing = sum(parts.get(name, 0) for name in names)

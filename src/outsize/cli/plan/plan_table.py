@@ -174,7 +174,7 @@ def _notes(request: Asked) -> tuple[str, ...]:
         note = f"products in {dtype} take {slower or 1:.1f} times as long as in fp32 on {gpu.name}: try --dtype fp32"
         if slower is not None and note not in slow:
             slow.append(note)
-    if request.question.machine.host.pinned_bytes is not None and request.config.memory.home != "disk":
+    if request.question.machine.host.pinned_bytes is not None:
         slow.append(request.question.machine.links[0].up_bytes_per_s.source)
     return (*request.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(request)))
 

@@ -83,8 +83,8 @@ def calibrate(
         seq_len: tokens per sequence.
         chunk_tokens: tokens per chunk of the loss; None for the model's own loss.
         ambient: makes what the model's forward runs in, on the device: an autocast, say.
-        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host,
-            and so is what devices of another machine are to compute.
+        devices: of the run, of which the first one is measured on; units that are compiled are measured on the host
+            where they run there, and so is what devices of another machine are to compute.
         rows: what passes have noted before; what they note now is added.
         announce: called with a line where the device has no room for its trial.
 
@@ -94,18 +94,24 @@ def calibrate(
     rows = KnownRows() if rows is None else rows
     trial_on = partial(_Trial, split, forwards, make_inputs, chunk_tokens, ambient, rows)
     size = num_sequences, seq_len
-    on_device = devices.accelerated and not any(map(is_compiled, forwards))
-    if on_device and devices.index >= count_of(devices.kind):
+    compiled = any(map(is_compiled, forwards))
+    there = devices.accelerated and devices.index < count_of(devices.kind)
+    if devices.accelerated and not there:
         announce(
             f"trial: {devices.each[0]} is not in this machine; what a microbatch takes is measured on the CPU"
         )
-        on_device = False
     # Kernels keep buffers for every thread that ever called them; those of this one go with it.
     with ThreadPoolExecutor(1, "calibrate") as thread:
         run = contextvars.copy_context().run
-        if on_device and (m := thread.submit(run, _on_device, trial_on, devices, size, announce).result()):
+        on_device = partial(_on_device, trial_on, devices, size, announce)
+        if there and not compiled and (m := thread.submit(run, on_device).result()):
             return m
-        return thread.submit(run, lambda: trial_on(CPU).measured(*size)).result()
+        try:
+            return thread.submit(run, lambda: trial_on(CPU).measured(*size)).result()
+        except ModelError:  # as of attention that takes tensors of a device alone
+            if not (there and compiled and (m := thread.submit(run, on_device).result())):
+                raise
+            return m
 
 
 def _on_device(

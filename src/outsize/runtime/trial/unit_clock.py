@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -264,19 +264,12 @@ class _Clock:
         return _median(sampled(count) or first)
 
     def _once(self, work: Callable[[], object]) -> float:
-        self._finish()
-        started = time.perf_counter()
-        with self._computing():
-            work()
-        self._finish()
-        return time.perf_counter() - started
-
-    def _computing(self) -> AbstractContextManager[None]:
-        """What a computation of a run runs in."""
-        return nullcontext() if self._limit is None else self._limit.watched()
-
-    def _finish(self) -> None:
         synchronize(self._device)
+        started = time.perf_counter()
+        with nullcontext() if self._limit is None else self._limit.watched():  # as of a run
+            work()
+        synchronize(self._device)
+        return time.perf_counter() - started
 
 
 def _median(samples: list[Sample]) -> Sample:
