@@ -60,7 +60,7 @@ def test_an_emulated_link_takes_the_time_that_its_rate_says(
     times = itertools.cycle((0.0, copying_s))
     monkeypatch.setattr("outsize.runtime.device.device.time.perf_counter", lambda: next(times))
     device = EmulatedDevice("emulated:1", link_bytes_per_s=1000.0)
-    monkeypatch.setattr(device, "_never", clock)
+    monkeypatch.setattr("outsize.runtime.device.device.time.sleep", clock.wait)
     source, into = torch.arange(500, dtype=torch.uint8), torch.zeros(500, dtype=torch.uint8)
     device.copy(into, source)
     assert torch.equal(into, source)
@@ -71,7 +71,7 @@ def test_an_emulated_link_takes_the_time_that_its_rate_says(
 def test_an_emulated_link_without_a_rate_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
     device = open_device(Devices.parse("emulated:1"), Ledger({"device": 4096}))
-    monkeypatch.setattr(device, "_never", clock)
+    monkeypatch.setattr("outsize.runtime.device.device.time.sleep", clock.wait)
     device.copy(torch.zeros(8), torch.ones(8))
     assert clock.waited == []
     device.close()

@@ -60,10 +60,10 @@ def test_lanes_belong_to_their_workers():
     workers.close()
 
 
-def test_an_emulated_link_takes_its_time_for_copies_of_others_too():
+def test_an_emulated_link_takes_its_time_for_copies_of_others_too(monkeypatch: pytest.MonkeyPatch):
     device = EmulatedDevice("slow", link_bytes_per_s=1000.0)
     waits: list[float] = []
-    device._never.wait = waits.append
+    monkeypatch.setattr("outsize.runtime.device.device.time.sleep", waits.append)
     with device.link(500):
         pass
     assert waits == [pytest.approx(0.5, abs=0.1)]
@@ -91,10 +91,10 @@ def test_a_lane_between_two_devices_is_that_of_the_first_in_order_with_the_other
     workers.close()
 
 
-def test_copies_between_emulated_devices_take_their_time():
+def test_copies_between_emulated_devices_take_their_time(monkeypatch: pytest.MonkeyPatch):
     device = open_workers(Devices.parse("emulated:2"), peer_bytes_per_s=1000.0).devices[1]
     waits: list[float] = []
-    device._never.wait = waits.append  # type: ignore[attr-defined]
+    monkeypatch.setattr("outsize.runtime.device.device.time.sleep", waits.append)
     with device.crossing(500):
         pass
     with device.link(500):  # which has no rate

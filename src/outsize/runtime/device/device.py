@@ -8,12 +8,12 @@
 """
 
 import contextlib
-import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -88,7 +88,6 @@ class Device(ABC):
     def beside(self, mark: Any, work: Callable[[], None]) -> Any:
         """Run ``work`` behind ``mark``, but not behind what the lane enqueues later; return a mark of its end."""
         work()
-        return None
 
     def rejoin(self, mark: Any) -> None:  # noqa: B027 - nothing to wait for is the common case
         """Have what the calling lane enqueues from now on wait for a mark of `beside`; None is none."""
@@ -136,8 +135,7 @@ class CpuDevice(Device):
         *,
         tier: str = "device",
     ) -> None:
-        self.name = name
-        self._limit = limit
+        self.name, self._limit = name, limit
         self.torch_device = torch.device("cpu")
         self._arena = Arena(ledger=ledger, tier=tier)
 
@@ -185,7 +183,6 @@ class EmulatedDevice(CpuDevice):
     ) -> None:
         super().__init__(name, ledger, tier=tier)
         self._rate, self._peer_rate = link_bytes_per_s, peer_bytes_per_s
-        self._never = threading.Event()
 
     def copy(self, into: Tensor, source: Tensor) -> None:
         """Copy, and take as long as the emulated link would."""
@@ -207,7 +204,7 @@ class EmulatedDevice(CpuDevice):
         if bytes_per_s is not None:
             remaining = num_bytes / bytes_per_s - (time.perf_counter() - started)
             if remaining > 0:
-                self._never.wait(remaining)
+                time.sleep(remaining)
 
 
 class Accelerator(Device):
@@ -224,6 +221,7 @@ class Accelerator(Device):
     """
 
     asynchronous = True
+    _open: ClassVar[weakref.WeakSet["Accelerator"]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -238,12 +236,12 @@ class Accelerator(Device):
         self._torch = module_of(device.kind)
         self._streams = Streams(device) if streams is None else streams
         self._held: list[Tensor] = []
-        self._ledger = ledger
-        self._tier = tier
+        self._ledger, self._tier = ledger, tier
         self._reservations: list[Reservation] = []
         # What was timed or compiled has left its memory in the pools of other streams, where no lane can use it.
         self._torch.empty_cache()
         # Of more than is free now Windows would take RAM, at the rate of the link.
+        self._open.add(self)
         ((free, total),) = device.memory_info()
         self._limit_memory((free + self._torch.memory_reserved(self.torch_device)) / total)
         with self._torch.device(self.torch_device):
@@ -278,9 +276,9 @@ class Accelerator(Device):
         return None
 
     def _limit_memory(self, share: float) -> None:
-        limit = getattr(self._torch, "set_per_process_memory_fraction", None)
-        if limit is not None:
-            limit(min(1.0, share), self.torch_device)
+        getattr(self._torch, "set_per_process_memory_fraction", lambda *_: None)(
+            min(1.0, share), self.torch_device
+        )
 
     def lane(self, name: str) -> AbstractContextManager[Any]:
         """See `Device.lane`."""
@@ -350,7 +348,11 @@ class Accelerator(Device):
                 self._reservations.pop().release()
             with last_calls(self.name):
                 self._torch.empty_cache()
-                self._limit_memory(1.0)
+                self._open.discard(self)
+                if all(
+                    each.torch_device != self.torch_device for each in self._open
+                ):  # nor one of another model
+                    self._limit_memory(1.0)
 
     def explain(self, error: BaseException) -> str:
         """See `Device.explain`."""
