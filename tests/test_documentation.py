@@ -18,6 +18,7 @@ import outsize
 import zoo
 import zoo_of_lists
 from outsize.cli.app import app
+from outsize.cli.plan.plan_options import PlanFlags
 from outsize.config import Config, MemoryConfig
 from outsize.config.messages import all_keys
 
@@ -123,8 +124,9 @@ def assert_takes(called: Any, call: ast.Call) -> None:
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
     takes = inspect.signature(called)
     takes.bind_partial(*call.args, **given)
-    # What `wrap` and `load` take beyond their own names are keys of the section memory.
-    assert given.keys() - takes.parameters.keys() <= MemoryConfig.model_fields.keys()
+    # Beyond their own names `wrap` and `load` take keys of the section memory, and `predict` options of its command.
+    beyond = get_type_hints(PlanFlags) if called is outsize.predict else MemoryConfig.model_fields
+    assert given.keys() - takes.parameters.keys() <= beyond.keys()
     hints = get_type_hints(called) if inspect.isfunction(called) else {}
     for name, value in given.items():
         hint = hints.get(name)
