@@ -11,7 +11,7 @@ from cli.command_line import LLAMA, status_of
 from doctor.records import cpu_machine
 from hardware.fake_machine import measured
 from outsize.cli import main
-from outsize.cli.plan.plan_data import count_data
+from outsize.cli.plan.plan_options import count_data
 from outsize.errors import DataError
 from outsize.hardware.cards import parse_gpus
 

@@ -95,6 +95,18 @@ def test_a_machine_of_48_gb_says_what_is_short(asked, capsys):
     assert 8 * GB < error["short_by"]["host"] < 14 * GB
 
 
+def test_moments_of_8_bits_are_advised_where_they_alone_fit(tmp_path, capsys):
+    """Several GPUs sum gradients at home, so that clipping by unit is no way out; and neither is it nearer on one."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    options = ("--ram", "128GB", "--home", "host", "--no-advice", "--microbatches", 8)
+    assert run(tmp_path, "--gpus", "2x3090", *options) != 0
+    said = capsys.readouterr().err
+    assert "first try --optimizer-state int8, with which it fits" in said
+    assert "--clip unit" not in said
+    found = answer(capsys, tmp_path, "--gpus", "2x3090", *options, "--optimizer-state", "int8")
+    assert (found["verdict"], found["home"]) == ("fits", "host")
+
+
 def test_sgd_takes_a_moment_less(asked, capsys):
     """Of its momentum, in fp32; masters lie by themselves where torch steps them."""
     adamw, sgd = (
@@ -302,7 +314,7 @@ def test_liger_s_kernels_have_the_rate_of_fused_ones_and_keep_less(asked, capsys
     assert liger["tokens_per_s"] >= fused["tokens_per_s"] > eager["tokens_per_s"]
     note = "model.kernels: liger has the rate of fused ones; what norms and activations keep less is counted"
     assert [note in one["assumptions"] for one in found.values()] == [False, False, True]
-    assert [one["kernels"] for one in found.values()] == ["none", "none", "liger"]
+    assert [one["kernels"] for one in found.values()] == ["eager", "fused", "liger"]
 
 
 @pytest.mark.parametrize(

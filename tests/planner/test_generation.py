@@ -156,3 +156,17 @@ def test_a_base_that_does_not_fit_is_to_be_encoded_and_then_fits(models, ram, co
     with pytest.raises(outsize.InfeasiblePlanError, match=f"first try lora.base_codec={codec}"):
         outsize.predict(models["dense"], method="lora", **options)
     assert outsize.predict(models["dense"], method="lora", base_codec=codec, **options).home == "host"
+
+
+def test_weights_come_no_faster_than_through_the_switch_that_a_card_is_behind(models, tmp_path):
+    """So a break-even has as many more texts."""
+    machine = {"gpus": "2x4090", "ram": "256GB"}
+    slow = {"switches": {"plx": {"uplink": "5GB", "gpus": [0, 1]}}}
+    answers = []
+    for name, fields in (("alone", machine), ("behind", {**machine, **slow})):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(fields))
+        asked = {"gpus": None, "ram": None, "machine": tmp_path / f"{name}.yaml"}
+        answers.append(wrote(models["dense"], device_memory="8GiB", **asked))
+    alone, behind = answers
+    assert behind.first_token_s > 1.5 * alone.first_token_s
+    assert behind.break_even_texts > 1.5 * alone.break_even_texts

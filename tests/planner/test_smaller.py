@@ -15,6 +15,7 @@ from outsize.planner.search.sizing import PlanOptions
             [
                 "optimizer.masters=split",
                 "optimizer.masters=split and optimizer.clip=unit",
+                "optimizer.state=int8 and optimizer.masters=split",
                 "optimizer.state=int8, optimizer.masters=split and optimizer.clip=unit",
                 "optimizer.state=int8, optimizer.masters=split24 and optimizer.clip=unit",
             ],
@@ -23,11 +24,15 @@ from outsize.planner.search.sizing import PlanOptions
             {"dtype": "bf16", "masters": "split"},
             [
                 "optimizer.clip=unit",
+                "optimizer.state=int8",
                 "optimizer.state=int8 and optimizer.clip=unit",
                 "optimizer.state=int8, optimizer.masters=split24 and optimizer.clip=unit",
             ],
         ),
-        ({"dtype": "fp32"}, ["optimizer.clip=unit", "optimizer.state=int8 and optimizer.clip=unit"]),
+        (
+            {"dtype": "fp32"},
+            ["optimizer.clip=unit", "optimizer.state=int8", "optimizer.state=int8 and optimizer.clip=unit"],
+        ),
         (
             {"dtype": "bf16", "masters": "split", "num_moments": 0},
             ["optimizer.clip=unit", "optimizer.masters=split24 and optimizer.clip=unit"],

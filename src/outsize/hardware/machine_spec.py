@@ -225,6 +225,11 @@ class Machine(_Described):
         """Return how GPU number ``source`` copies to ``target`` by itself; None where it does not."""
         return next((each for each in self.peers if (each.source, each.target) == (source, target)), None)
 
+    def up_bytes_per_s(self, gpu: int) -> float:
+        """Return at which bytes come to GPU number ``gpu`` while no other asks for any, through its switch too."""
+        link = self.links[gpu]
+        return min(link.up_bytes_per_s.value, self.uplinks.get(link.switch, link.up_bytes_per_s).value)
+
     def with_more_gpus(self, count: int) -> "Machine":
         """Return the machine with ``count`` more GPUs like the last; they copy to others if all of it do so already."""
         gpus, before = (*self.gpus, *[self.gpus[-1]] * count), len(self.gpus)

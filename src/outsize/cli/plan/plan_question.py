@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from outsize.accelerators import kind_of
 from outsize.choices import BlockKernels, Home
-from outsize.cli.plan.plan_data import count_data
 from outsize.cli.plan.plan_machine import machine_from, net_of, share_of, size_of, wire_of
 from outsize.cli.plan.plan_model import (
     ALSO,
@@ -20,7 +19,7 @@ from outsize.cli.plan.plan_model import (
     read_config,
     read_run,
 )
-from outsize.cli.plan.plan_options import PlanFlags
+from outsize.cli.plan.plan_options import PlanFlags, count_data
 from outsize.config import Config, DataConfig, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (

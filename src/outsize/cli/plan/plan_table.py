@@ -24,7 +24,9 @@ def to_dict(
     request: Asked, prediction: Prediction, outcomes: Outcomes, helps: Outcomes, scaled: Sequence[Scaled] = ()
 ) -> dict[str, Any]:
     """Return everything that is known, in what JSON knows."""
-    question = request.question
+    question, gpu = request.question, request.question.machine.gpus[0]
+    fused = gpu.fused and not gpu.efficiency.source.startswith(COMPILED)
+    named = request.config.model.kernels
     return {
         "kind": "prediction",
         "model": request.name,
@@ -34,7 +36,7 @@ def to_dict(
         "machine": question.machine.name,
         "nodes": question.nodes,
         "dtype": question.model.compute_dtype,
-        "kernels": request.config.model.kernels,
+        "kernels": named if named != "none" else "fused" if fused else "eager",
         "compile": request.config.model.compile,
         "seq_len": question.seq_len,
         "tokens_per_step": question.tokens_per_step,

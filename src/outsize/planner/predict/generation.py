@@ -170,7 +170,7 @@ class _Writer:
         self._units = model.units[: model.num_streamed]
         self.weight_bytes = sum(unit.link_bytes(dtype) for unit in model.units)
         self.home = self._home()
-        self.link = machine.links[0].up_bytes_per_s.value
+        self.link = machine.up_bytes_per_s(0)
         self.rate = self.link
         if self.home == "disk" and machine.disk is not None:
             self.rate = min(self.link, machine.disk.read_bytes_per_s.value)

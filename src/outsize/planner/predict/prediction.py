@@ -10,7 +10,7 @@ from outsize.model.sizes.model_spec import Workload
 from outsize.planner.memory.memory_table import Tier
 from outsize.planner.predict.decision import Decision, Simulated
 from outsize.planner.predict.decision_search import decide
-from outsize.planner.predict.question import Question, node_assumptions
+from outsize.planner.predict.question import Question, assumptions_of
 from outsize.planner.program.program import render
 from outsize.planner.program.stages import Choice, Stages
 from outsize.planner.program.step_layout import StepLayout
@@ -263,7 +263,7 @@ def _assumptions(decision: Decision) -> tuple[str, ...]:
     codec = decision.chosen.get("weights")
     return (
         *((SEVERAL,) if decision.question.num_workers > 1 else ()),
-        *node_assumptions(decision.question),
+        *assumptions_of(decision.question),
         *((PEERS,) if decision.plan.layout.peers else ()),
         *((ENCODED.format(codec),) if codec else ()),
         *((MULTIPLIED,) if decision.plan.state.products_on_device else ()),
@@ -325,7 +325,7 @@ _RESOURCES = {
 def _break_even(decision: Decision, work: Workload) -> BreakEven:
     machine, model = decision.question.machine, decision.question.model
     forward_s = decision.microbatch.times.forward_s
-    link = min(link.up_bytes_per_s.value for link in machine.links)
+    link = min(map(machine.up_bytes_per_s, range(len(machine.gpus))))
     loads_s = [unit.link_bytes(model.dtype) / link for unit in model.units[: model.num_streamed]]
     tokens = max(
         load_s * work.tokens / computed_s
@@ -337,7 +337,7 @@ def _break_even(decision: Decision, work: Workload) -> BreakEven:
 
 ALWAYS = (
     "a backward takes two forwards, and the recompute before it one",
-    "matrix products reach the efficiency above whatever the size of a microbatch; those of experts 38 to 54 %",
+    "matrix products reach the efficiency above whatever the size of a microbatch",
     "activations and workspace are counted from the config; a run measures them on the model",
 )
 

@@ -21,12 +21,13 @@ from outsize.planner.search.plan_stages import fits_stages
 from outsize.planner.search.sizing import PlanOptions
 from outsize.planner.search.step_plan import Budgets, shortage_of
 from outsize.planner.simulate.costs import ADAMW_BYTES, UnitTimes, parts_s, step_pace
-from outsize.planner.simulate.gpu_times import SharedRates, unit_times
+from outsize.planner.simulate.gpu_times import ROUTED_EAGER, ROUTED_EAGER_ON_SEVERAL, SharedRates, unit_times
 
 NODES = (
     "several nodes: each takes its share of the sequences; the gradient of a unit is reduced and scattered when it is "
     "whole, each node steps its share of the unit, and the weights are gathered; both overlap with what else goes on",
 )
+EXPERTS = "products of experts reach the same but for what their elements take in the GPU's memory"
 # Looking at each operation of a unit costs Python tens of microseconds for each: less than this is not worth it.
 LEAST_SELECTED_S = 0.002
 
@@ -270,9 +271,14 @@ def exchange_of(question: Question) -> Exchange:
     return {"net_bytes_per_s": 0.0 if rate is None else rate.value, "wire": question.options.wire}
 
 
-def node_assumptions(question: Question) -> tuple[str, ...]:
-    """Return what is taken for granted of several nodes, for people."""
-    return () if question.nodes == 1 else NODES
+def assumptions_of(question: Question) -> tuple[str, ...]:
+    """Return what is taken for granted of experts, and of several nodes, for people."""
+    counted, nodes = question.workload_of, NODES if question.nodes > 1 else ()
+    if counted is None or not counted(1).routed_flops:
+        return nodes
+    share = ROUTED_EAGER_ON_SEVERAL if question.num_workers > 1 else ROUTED_EAGER
+    eager = f"products of experts reach {share:.0%} of that, with tokens gathered and scattered around them"
+    return (EXPERTS if all(gpu.fused for gpu in question.machine.gpus) else eager, *nodes)
 
 
 def tiers_of(question: Question) -> tuple[Tier, ...]:

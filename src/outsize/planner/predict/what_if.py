@@ -188,20 +188,8 @@ def usual_changes(question: Question, base: Prediction) -> tuple[str, ...]:
     crowded = base.round_microbatches < min(base.num_gpus, base.microbatches)
     crowded &= base.home == "host" and question.home == "auto" and options.round_microbatches is None
     home = ("home=disk",) if crowded and question.machine.disk is not None else ()
-    return (
-        "vram=+8GB",
-        *parts,
-        ram,
-        *state,
-        "link=x2",
-        *codec,
-        "bandwidth=x2",
-        *disk,
-        "compute=x2",
-        "gpus=+1",
-        *nodes,
-        *home,
-    )
+    rates = ("link=x2", *codec, "bandwidth=x2", *disk, "compute=x2")
+    return ("vram=+8GB", *parts, ram, *state, *rates, "gpus=+1", *nodes, *home)
 
 
 def host_refusal(question: Question, microbatches: int) -> InfeasiblePlanError | None:

@@ -198,21 +198,22 @@ def smaller_states(options: PlanOptions, state: StateLayout) -> Iterator[tuple[s
     keys: list[str] = []
     options = replace(options, resident=0)
     if state.dtype == "bf16" and not state.splits:
-        keys.append(SPLIT)
+        keys = [SPLIT]
         state = replace(state, masters="split")
         yield _joined(keys), replace(options, state=state)
-    steps_at_once = options.nodes == 1 and not options.may_skip and options.transport.is_raw("gradients")
-    if state.gradients != "none" and steps_at_once:
-        keys += [BY_UNIT] if options.clip else []
-        state = replace(state, gradients="none")
+    steps_at_once = options.nodes == options.num_workers == 1 and not options.may_skip
+    ways = [(keys, options, state)]
+    if state.gradients != "none" and steps_at_once and options.transport.is_raw("gradients"):
+        by_unit = [BY_UNIT] if options.clip else []
         # What has no gradients at home cannot sum them there from round to round.
         unit_clip = options.clip or options.unit_clip
-        options = replace(options, clip=False, unit_clip=unit_clip, round_microbatches=None)
-        yield _joined(keys or [BY_UNIT]), replace(options, state=state)
+        ringed = replace(options, clip=False, unit_clip=unit_clip, round_microbatches=None)
+        ways.append(([*keys, *by_unit], ringed, replace(state, gradients="none")))
+        yield _joined(ways[-1][0] or [BY_UNIT]), replace(ringed, state=ways[-1][2])
     if state.moments != "int8" and state.num_moments:
-        keys = [INT8, *keys]
-        state = replace(state, moments="int8")
-        yield _joined(keys), replace(options, state=state)
+        ways = [([INT8, *names], other, replace(layout, moments="int8")) for names, other, layout in ways]
+        yield from ((_joined(names), replace(other, state=layout)) for names, other, layout in ways)
+    keys, options, state = ways[-1]
     if state.dtype == "bf16" and state.masters != "split24":
         keys = [*(key for key in keys if key == INT8), SPLIT24, *(k for k in keys if k == BY_UNIT)]
         yield _joined(keys), replace(options, state=replace(state, masters="split24"))
@@ -255,8 +256,10 @@ def _smaller_state(
 ) -> str:
     """Return the settings that bring the home into host memory, perhaps with fewer tokens; or what the least lacks."""
     least, fewest = otherwise, shortage(replace(options, state=state)).get("host", 0)
-    for keys, other in smaller_states(options, state):
-        lacking = shortage(other)
+    lacking_with = [(keys, other, shortage(other)) for keys, other in smaller_states(options, state)]
+    # Masters that are rounded are the last resort: fewer tokens come before.
+    lacking_with.sort(key=lambda each: bool(each[2]) or SPLIT24 in each[0])
+    for keys, other, lacking in lacking_with:
         if not lacking:
             return f"{keys}, with which it fits"
         if otherwise == _FEWER_TOKENS:  # which do without any of them

@@ -5,7 +5,7 @@ microbatches as have room: sums are taken use by use, round by round, as everywh
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from outsize.errors import ConfigError, InfeasiblePlanError
@@ -20,6 +20,7 @@ from outsize.planner.search.microbatch_search import (
     OF_TOKENS,
     PER_GPU,
     smaller_microbatches,
+    smaller_states,
     without_products,
 )
 from outsize.planner.search.partition import Pipeline, partition
@@ -238,8 +239,11 @@ class _Planner:
             if not short_by:
                 return halves, single, ways
         state = state_of(self._model, options)
-        message = _what_to_try(memory, short_by, options, state, demand.largest_kind)
-        raise InfeasiblePlanError(message, short_by)
+        states = smaller_states(options, state)
+        fitting = (keys for keys, other in states if fits_stages(self._model, demand, self._budgets, other))
+        raise InfeasiblePlanError(
+            lambda: _what_to_try(memory, short_by, options, state, demand.largest_kind, fitting), short_by
+        )
 
     def _single_units(self, halves: tuple[int, int]) -> Stages:
         options = self._options
@@ -355,6 +359,7 @@ def _what_to_try(
     options: PlanOptions,
     state: StateLayout,
     largest_kind: str | None,
+    fitting: Iterator[str],
 ) -> str:
     tier = next(iter(short_by))
     classes = memory[tier]
@@ -368,9 +373,12 @@ def _what_to_try(
     can_free = short_by[tier] < sum(classes.get(name, 0) for name in OF_TOKENS)
     if advice is None and can_free and (tier == "device" or largest == "saved activations"):
         advice = smaller_microbatches(options, largest_kind if largest == "workspace" else None)
+    elif advice is None and largest == "home" and options.home == "host":
+        otherwise = "the home on disk" if options.may_be_on_disk else f"a {tier} budget of {needed}"
+        keys = next(fitting, None)
+        advice = otherwise if keys is None else f"{keys}, with which it fits"
     elif advice is None:
-        on_host = largest == "home" and options.home == "host" and options.may_be_on_disk
-        advice = "the home on disk" if on_host else f"a {tier} budget of {needed}"
+        advice = f"a {tier} budget of {needed}"
     if tier == "device":
         advice = without_products(state) + advice
     where = "each device" if tier == "device" else f"the {tier}"
