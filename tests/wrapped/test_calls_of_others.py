@@ -291,7 +291,7 @@ def test_a_part_that_is_called_by_itself_is_said_once_and_computes(caplog: pytes
 
 def test_hooks_and_modes_that_see_nothing_of_layers_are_said_once(caplog: pytest.LogCaptureFixture):
     halved = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 0.5 if t.dim() else t)
-    batching._say_unheard.cache_clear()
+    batching.say_once.cache_clear()
     with wrapped(zoo.build("llama"), home="host") as model:
         for _ in range(2):
             with halved, torch.no_grad(), FlopCounterMode(display=False):

@@ -16,6 +16,7 @@ import outsize
 import zoo
 from outsize.errors import OutsizeError
 from outsize.runtime.forward import unit_visit
+from outsize.wrapped import batching
 from outsize.wrapped.module import runner_of
 from wrapped.loops import assert_equal, gradients, wrapped
 from wrapped.test_side_effects import SETTINGS, Block, Net, X, square
@@ -186,6 +187,32 @@ def test_what_is_on_around_one_of_both_counts_as_in_the_plain_model(
     activations: str, forward: Callable[[Any], Tensor], around: Callable[[], Any]
 ):
     assert_equal(_trained(activations, forward, around), _trained(None, forward, around))
+
+
+@KEPT
+def test_backward_hooks_in_layers_run_as_often_as_in_a_plain_model(activations: str):
+    def note_into(seen: list[Tensor], model: Any) -> None:
+        layer = model.model.layers[1].mlp
+        layer.register_full_backward_hook(lambda layer, into, out: seen.append(out[0].clone()))
+        _loss(model).backward()
+
+    want, got = list[Tensor](), list[Tensor]()
+    note_into(want, zoo.build("llama"))
+    with wrapped(zoo.build("llama"), home="host", device="emulated:1", activations=activations) as model:
+        note_into(got, model)
+    assert len(got) == len(want) == 1
+    assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_that_sums_of_half_precision_are_fp32_is_said(
+    dtype: torch.dtype, times: int, caplog: pytest.LogCaptureFixture
+):
+    batching.say_once.cache_clear()
+    with wrapped(zoo.build("llama").to(dtype), home="host") as model:
+        for _ in range(3):
+            _loss(model).backward()
+    assert caplog.text.count("of several backwards are summed in fp32") == times
 
 
 SEEN: list[bool] = []

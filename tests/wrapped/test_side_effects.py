@@ -539,3 +539,11 @@ def test_a_config_deep_inside_makes_no_cache_and_is_left_as_it_was():
     with wrapped(model):
         assert model(**batch).past_key_values is None
         assert model.config.text_config.use_cache
+
+
+@EVERY_WAY
+def test_what_recomputes_write_into_what_the_caller_holds_is_not_there(settings: dict[str, Any]):
+    shared: dict[str, Any] = {}
+    with wrapped(Net(Counted, lambda hidden: shared), **settings) as model:
+        step(model, square)
+    assert shared == {"count": 5}

@@ -130,16 +130,20 @@ def check_call(model: nn.Module, inputs: Mapping[str, Any], *, cached: bool, kee
     Raises:
         ConfigError: neither is so.
     """
-    empty = [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]
-    if empty:
+    if empty := [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_meta]:
         raise ConfigError(f"{empty[0]} is on meta, a shape without values; call the model with values")
-    if torch_private.has_saving_hooks():
-        _say_unheard("saved_tensors_hooks (save_on_cpu, a checkpoint)")
-    if torch_private.is_watched():
-        _say_unheard("a TorchDispatchMode (a counter of FLOPs)")
-    mask = inputs.get("attention_mask")
-    if keeps and isinstance(mask, Tensor) and mask.requires_grad:
-        _say_of_mask()
+    hooks = torch_private.has_saving_hooks() and "saved_tensors_hooks (save_on_cpu, a checkpoint)"
+    mode = torch_private.is_watched() and "a TorchDispatchMode (a counter of FLOPs)"
+    for each in filter(None, (hooks, mode)):
+        say_once(
+            f"{each} around a call of a wrapped model sees nothing of its layers, which compute in other threads; what "
+            "is kept for their backward, and where, is `activations` of outsize.wrap"
+        )
+    if keeps and getattr(inputs.get("attention_mask"), "requires_grad", False):
+        say_once(
+            "a mask that trains has attention take another kernel with a graph than without one: where layers are "
+            "recomputed, outputs differ from the plain model's in last bits; activations=keep has its bits"
+        )
     if keeps and cached:
         raise ConfigError(
             "a cache of keys and values would be filled again in the recompute of a backward: use torch.no_grad() "
@@ -153,8 +157,7 @@ def check_thread() -> None:
     Raises:
         ConfigError: it does.
     """
-    what = torch_private.transforming()
-    if what:
+    if what := torch_private.transforming():
         raise ConfigError(
             f"{what} around a call of a wrapped model does not reach its layers, which compute in other threads: use "
             "it over the model before outsize.wrap, or within the forward of a layer"
@@ -162,20 +165,9 @@ def check_thread() -> None:
 
 
 @cache
-def _say_of_mask() -> None:
-    _log.warning(
-        "a mask that trains has attention take another kernel with a graph than without one: where layers are "
-        "recomputed, outputs differ from the plain model's in last bits; activations=keep has its bits"
-    )
-
-
-@cache
-def _say_unheard(mode: str) -> None:
-    _log.warning(
-        "%s around a call of a wrapped model sees nothing of its layers, which compute in other threads; what is "
-        "kept for their backward, and where, is `activations` of outsize.wrap",
-        mode,
-    )
+def say_once(text: str) -> None:
+    """Warn of something once in a process."""
+    _log.warning(text)
 
 
 def check_returns(model: nn.Module, inputs: Mapping[str, Any], *, into_inputs: bool) -> None:

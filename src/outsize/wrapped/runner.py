@@ -265,6 +265,8 @@ class Runner(Inferring):
                 "parameters, another optimizer); run the forward again"
             )
         held = self._held()
+        if any(held.values()) and self.split.spec.dtype != "fp32":
+            batching.say_once("gradients of several backwards are summed in fp32, not in the weights' dtype")
         self.parameters.multiply_gradients(list(self.parameters.factors))
         programs = self._programs_for(self._plan, len(context.microbatches))
         warm = warm and not programs.passes.following.ops

@@ -13,7 +13,7 @@ from torch import Tensor
 from outsize.accelerators import CPU, Devices
 from outsize.codecs.transport import Transport
 from outsize.compat import torch_private
-from outsize.compat.torch_private import replace_forward_hooks
+from outsize.compat.torch_private import hooks_of, replace_forward_hooks
 from outsize.compat.transformers_private import records_outputs
 from outsize.config import MemoryConfig
 from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
@@ -203,9 +203,14 @@ def measure(
     hooks = [replace_forward_hooks(module, OrderedDict()) for module in split.modules]
     for module, own in zip(split.modules, hooks, strict=True):
         replace_forward_hooks(module, OrderedDict((n, h) for n, h in own.items() if records_outputs(h)))
+    behind = [(table, dict(table)) for module in split.model.modules() for table in hooks_of(module)[2:]]
+    for table, _ in behind:
+        table.clear()
     try:
         measured = _first_that_runs(tried, shape)
     finally:
+        for table, content in behind:
+            table.update(content)
         for module, own in zip(split.modules, hooks, strict=True):
             own.update(replace_forward_hooks(module, own))  # what transformers hangs there on the first call
     return measured if former is None else _both(measured, former)

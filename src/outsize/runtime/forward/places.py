@@ -289,9 +289,8 @@ def _variables_of(kind: type) -> Iterator[Variables]:
     for one in kind.__mro__:
         if not _is_of_library(one.__module__):
             yield Variables(one.__name__, one)
-            inner = (each for each in vars(one).values() if isinstance(each, type))
-            for each in inner:
-                if each.__qualname__ == f"{one.__qualname__}.{each.__name__}":
+            for each in vars(one).values():
+                if isinstance(each, type) and each.__qualname__ == f"{one.__qualname__}.{each.__name__}":
                     yield from _variables_of(each)
 
 

@@ -74,10 +74,14 @@ def untouched(state: UnitState, values: Iterable[Any] = ()) -> Iterator[None]:
         yield
     finally:
         outline.restore(leaves)
-        with torch.no_grad():
-            for leaf, value in zip(leaves[start:], copies, strict=True):
-                if not same_values(leaf, value):
-                    leaf.copy_(value)
+        _put_back(leaves[start:], copies)
+
+
+@torch.no_grad()
+def _put_back(leaves: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for leaf, value in zip(leaves, values, strict=True):
+        if not same_values(leaf, value):
+            leaf.copy_(value)
 
 
 class LayerSettings:
@@ -211,10 +215,7 @@ class LeftState:
     def undo_tensors(self) -> None:
         """Have generators be where they were, and tensors what they were that were changed in place."""
         set_random_states(self._device, self._random)
-        with torch.no_grad():
-            for leaf, value in zip(self._leaves, self._values, strict=True):
-                if not same_values(leaf, value):
-                    leaf.copy_(value)
+        _put_back(self._leaves, self._values)
 
 
 def watching(model: nn.Module) -> int:

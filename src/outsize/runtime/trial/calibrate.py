@@ -212,10 +212,12 @@ class _Trial:
         except (OutsizeError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            advice = "is the length within the model's limit, and does it run on such a batch by itself?"
+            if "grad" in str(error):
+                advice = "layers also run without a graph: have hooks in them ask for requires_grad first"
             raise model_raised(
                 f"{type(split.model).__name__} raised in a trial on sequences of {seq_len} tokens: "
-                f"{type(error).__name__}: {error}; is the length within the model's limit, and does it run on such a "
-                "batch by itself?",
+                f"{type(error).__name__}: {error}; {advice}",
                 error,
             ) from error
         finally:
