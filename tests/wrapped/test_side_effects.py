@@ -542,8 +542,14 @@ def test_a_config_deep_inside_makes_no_cache_and_is_left_as_it_was():
 
 
 @EVERY_WAY
-def test_what_recomputes_write_into_what_the_caller_holds_is_not_there(settings: dict[str, Any]):
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_trials_and_recomputes_write_into_what_the_caller_holds_is_not_there(
+    settings: dict[str, Any], holds: bool
+):
     shared: dict[str, Any] = {}
-    with wrapped(Net(Counted, lambda hidden: shared), **settings) as model:
+    net = Net(Counted, lambda hidden: shared)
+    if holds:
+        net.shared = shared  # type: ignore[assignment]
+    with wrapped(net, **settings) as model:
         step(model, square)
     assert shared == {"count": 5}

@@ -97,7 +97,7 @@ class Modes:
         torch.set_autocast_cache_enabled(False)  # it would keep casts of weights that have left their slot
         try:
             yield
-            check_variables(self.variables)
+            _check_variables(self.variables)
         finally:
             outer_modes.take()
             torch.set_autocast_cache_enabled(cached)
@@ -105,12 +105,8 @@ class Modes:
                 variable.reset(token)
 
 
-def check_variables(given: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
-    """Check that context variables have the values that they were given.
-
-    Raises:
-        ModelError: one has another.
-    """
+def _check_variables(given: Iterable[tuple[contextvars.ContextVar[Any], Any]]) -> None:
+    """Check that context variables have the values that they were given."""
     for variable, value in given:
         if variable.get() is not value:
             raise ModelError(
@@ -324,7 +320,7 @@ class Walk:
     def __init__(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> None:
         def run() -> Any:
             output = model(**inputs)
-            check_variables(self._coroutine.given.items())
+            _check_variables(self._coroutine.given.items())
             return output
 
         self._coroutine = _Coroutine(run)

@@ -245,9 +245,10 @@ def named_by(module: nn.Module) -> Iterator[Any]:
     yield from _variables_of(type(module))
     for function in _code_of(cast("Hashable", type(module))):
         yield from _named_in(function)
-    for hooks in forward_hooks_of(module):
-        for hook in hooks.values():
-            yield from _held_by(hook)
+    hooks = (hook for hung in forward_hooks_of(module) for hook in hung.values())
+    of_user = (value for name, value in vars(module).items() if name not in OF_MODULES and callable(value))
+    for one in (*hooks, *(each for each in of_user if isinstance(each, (types.FunctionType, partial)))):
+        yield from _held_by(one)
 
 
 def _held_by(hook: Any) -> Iterator[Any]:
