@@ -156,6 +156,7 @@ def test_fewer_bits_take_less_of_the_home():
             "masters: it is of outsize train; a wrapped model keeps masters and gradients",
         ),
         ({"device_memroy": "1GiB"}, "device_memroy: no such argument; did you mean device_memory"),
+        ({"load_in_4bit": True}, "load_in_4bit: no such argument; did you mean base_codec"),
         ({"nonsense": 1}, "nonsense: no such argument; there is activations, base_codec"),
     ],
 )

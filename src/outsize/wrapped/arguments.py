@@ -133,6 +133,11 @@ def memory_of(
     return section
 
 
+# What from_pretrained calls them.
+_PLAIN = {"quantization_config": "base_codec", "load_in_4bit": "base_codec", "load_in_8bit": "base_codec"}
+_PLAIN |= {"torch_dtype": "dtype", "attn_implementation": "attention", "device_map": "device"}
+
+
 def _unknown(key: str, others: Sequence[str]) -> str:
     if key in OptimizerConfig.model_fields:
         return (
@@ -140,12 +145,9 @@ def _unknown(key: str, others: Sequence[str]) -> str:
             "says; outsize.AdamW has lr, betas, eps and weight_decay"
         )
     known = sorted({*others, *MemoryConfig.model_fields} - {"commits"})
-    meant = get_close_matches(key, known, n=1)
-    return (
-        f"no such argument; did you mean {meant[0]}?"
-        if meant
-        else f"no such argument; there is {', '.join(known)}"
-    )
+    plain = _PLAIN.get(key)
+    meant = [plain] if plain in known else get_close_matches(key, known, n=1)
+    return "no such argument; " + (f"did you mean {meant[0]}?" if meant else f"there is {', '.join(known)}")
 
 
 def transport_of(named: Mapping[str, str] | None) -> Transport:
