@@ -267,10 +267,7 @@ def name_of(model: str) -> str:
 
 
 def _has_moved(recorded: str, model: str, is_read: bool) -> bool:
-    """Whether the model's directory may have been moved since.
-
-    One checkpoint of a run is no other one, where its weights are still read beside those of the run that goes on.
-    """
+    """Whether the model's directory may have been moved since; of weights that are read no other checkpoint will do."""
     old, new = Path(recorded).parts, Path(model).parts
     run = old[: old.index("checkpoints") + 1] if "checkpoints" in old else None
     if is_read and run is not None and new[: len(run)] == run:
