@@ -33,10 +33,13 @@ def test_the_table_of_choices_is_that_of_its_cases():
     rows = page.partition(CHOICES["BEGIN"])[2].partition(CHOICES["END"])[0].splitlines()[2:]
     cases = CHOICES["CASES"]
     assert [row.split("`")[1] for row in rows] == [machine for _, _, machine in cases]
-    number = next(at for at, case in enumerate(cases) if case[2] == "--gpus 2x4090 --ram 128GB")
-    assert CHOICES["row"](*cases[number]) == rows[number], (
-        "python scripts/choices_page.py writes what is predicted now"
-    )
+    # Of one model, so that it is counted once: those that are asked in a second or two.
+    quick = [
+        row for case, row in zip(cases, rows, strict=True) if "2x4090" in case[2] or "--nodes" in case[2]
+    ]
+    assert len(quick) == 3
+    now = [CHOICES["row"](*case) for case in cases if "2x4090" in case[2] or "--nodes" in case[2]]
+    assert now == quick, "python scripts/choices_page.py writes what is predicted now"
 
 
 def test_the_table_of_readme_is_that_of_the_recipes():
