@@ -88,7 +88,7 @@ run_verify() {
 # torch below 2.9.
 run_step() {
     local tiny=(--device cuda:0) segments=expandable_segments:True
-    [[ $DEVICE == cuda ]] || tiny=(--tiny --device "$DEVICE" --device-memory 64MiB)
+    [[ $DEVICE == cuda ]] || tiny=(--tiny --device "$DEVICE" --device-memory 64MiB --seq-len 256 --microbatches 2)
     part "8B step" 240 "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" "${tiny[@]}"
     PYTORCH_ALLOC_CONF=$segments PYTORCH_CUDA_ALLOC_CONF=$segments part "8B step, expandable segments" 200 \
         "$PYTHON" bench/gpu/bench_8b_step.py --results "$RESULTS" --label expandable --steps 3 "${tiny[@]}"
@@ -109,7 +109,7 @@ run_decode() {
 # much of it the driver pins; what determinism costs; and products in fp8 in compiled blocks.
 run_first() {
     local on=(--device cuda:0) kinds=tests/accelerator/test_equal_to_resident.py::test_each_kind
-    [[ $DEVICE == cuda ]] || on=(--tiny --device "$DEVICE" --device-memory 64MiB)
+    [[ $DEVICE == cuda ]] || on=(--tiny --device "$DEVICE" --device-memory 64MiB --seq-len 256 --microbatches 2)
     run_decode
     run_pytest orders 120 tests/gpu/test_codecs.py::test_training_over_an_encoded_link_is_equal \
         "$kinds[adapters, products offloaded]" "$kinds[experts, products kept]" \
