@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outsize import files
+from outsize.cli.plan.plan_machine import size_of
 from outsize.cli.text.console import Output, columns, write_output
 from outsize.cli.text.options import JsonOption, with_options
 from outsize.errors import ConfigError, ExecutionError
-from outsize.units import format_bytes, format_rate, format_seconds, parse_bytes
+from outsize.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from outsize.hardware.link_fit import AllReduceRates
@@ -121,7 +122,7 @@ def all_reduce(
     num_ranks: Annotated[
         int | None,
         typer.Option(
-            "--ranks", min=2, help="Processes on this machine. Default: GPUs, or up to 4 processors."
+            "--ranks", min=2, help="Processes here. Default: GPUs, or up to 4 processors; of an estimate 8."
         ),
     ] = None,
     backend: Annotated[
@@ -156,7 +157,7 @@ def all_reduce(
     output = Output(as_json=as_json)
     with output.guarded():
         if estimate is not None:
-            rows = _estimated(_bytes(estimate, "--estimate"), num_ranks or 8, rate)
+            rows = _estimated(size_of("--estimate", estimate), num_ranks or 8, rate)
             output.emit({"kind": "estimate", "ranks": num_ranks or 8, "links": rows})
             output.print_result(_estimate_table(rows, num_ranks or 8))
             return
@@ -164,7 +165,7 @@ def all_reduce(
             raise ConfigError("--rate is of an estimate: add --estimate SIZE, e.g. 14GB")
         if output_file is not None and not output_file.absolute().parent.is_dir():
             raise ConfigError(f"--output {output_file}: there is no such directory; create it first")
-        rates = _measured(num_ranks, backend, _bytes(bytes_max))
+        rates = _measured(num_ranks, backend, size_of("--bytes-max", bytes_max))
         if int(os.environ.get("RANK", "0")):
             return
         if rates.fit is None:
@@ -173,13 +174,6 @@ def all_reduce(
             _write_rates(output_file, rates)
         output.emit(rates.model_dump(mode="json"))
         output.print_result(_table(rates))
-
-
-def _bytes(text: str, option: str = "--bytes-max") -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
 
 
 # Of a message, where nothing was measured: a copy's fixed cost of 5 to 7 us, and a launch.
@@ -194,7 +188,7 @@ def _estimated(num_bytes: int, num_ranks: int, rate: str | None) -> list[dict[st
     links = {f"PCIe {generation} x16": theory_bytes_per_s(generation, 16) for generation in LANE_BYTES_PER_S}
     links |= {f"NVLink {generation}": of_all for generation, of_all in NVLINK_BYTES_PER_S.items()}
     if rate is not None:
-        links = {rate: float(_bytes(rate, "--rate"))}
+        links = {rate: float(size_of("--rate", rate))}
     return [
         {"link": name, "bytes_per_s": one, **estimates(num_bytes, num_ranks, one, _LATENCY_S)}
         for name, one in links.items()

@@ -279,7 +279,7 @@ def _launch(backend: str, num_ranks: int, bytes_max: int, output: Path) -> "subp
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
         *("-m", "outsize", "all-reduce", "--backend", backend, "--output", str(output)),
-        *("--bytes-max", str(bytes_max)),
+        *("--bytes-max", f"{bytes_max}B"),
     ]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     pipe = subprocess.PIPE

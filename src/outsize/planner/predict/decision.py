@@ -6,11 +6,12 @@ see `measured_costs`: each op then takes as long as it took, and what is left to
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from outsize.codecs.transport import CodecRates
+from outsize.errors import ProgramError
 from outsize.hardware.machine_spec import Machine
 from outsize.model.sizes.model_spec import ModelSpec
 from outsize.planner.passes.step_parts import steps_from
@@ -216,19 +217,23 @@ class PlannedStep:
         """Return steps among others where ops take ``costs``, which are those of coarse tiles."""
         done = self.simulate(costs, NUM_STEPS).done
         began_s, *ends_s = done.steady_s
-        timeline = done.between(began_s, ends_s[-1])
-        return Steps(timeline=timeline, began_s=began_s, ended_s=ends_s[-1], count=len(ends_s))
+        return Steps(
+            timeline=done.between(began_s, ends_s[-1]), began_s=began_s, ended_s=ends_s[-1], count=len(ends_s)
+        )
 
-    def simulate_program(self, costs: CostModel, text: str) -> Simulation:
-        """Return steps that each walk a program of one's own, where ops take ``costs``, those of coarse tiles.
+    def simulate_program(self, costs: CostModel, program: str | Callable[[str], str]) -> Simulation:
+        """Return steps that walk a program of one's own, or what a function makes of each that they follow by turns.
 
         Raises:
-            ProgramError: it breaks a rule, or holds more activations than the plan has room for; shows where.
+            ProgramError: it breaks a rule, is one text for several programs, or takes more room than the plan has.
         """
         layout, elements = self._simulated()
         plan = replace(self.plan, layout=layout, tile_elements=elements)
-        plan = replace(plan, user_programs=(plan.program,)).walking(lambda _: text)
-        return simulate((plan.program,) * NUM_STEPS, layout, costs)
+        if not callable(program) and (turns := len(plan.programs)) > 1:
+            raise ProgramError(f"steps follow {turns} programs by turns; give a function that changes each")
+        plan = plan.walking(program if callable(program) else lambda _: program)
+        programs, steps = _in_order(layout, NUM_STEPS, plan.user_programs)
+        return simulate(programs, layout, costs, steps=steps)
 
     def _simulated(self) -> tuple[StepLayout, int]:
         if self.plan.user_programs:

@@ -1,7 +1,7 @@
 """Predict the time of a step, its waits by cause, the resource that ends it, and what that rests on."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import Any
@@ -139,10 +139,10 @@ class Prediction:
         simulated = self.decision.simulated
         return (self.decision.simulate(every_round=True) if simulated.left_out else simulated).done.timeline
 
-    def simulate(self, text: str) -> Simulation:
+    def simulate(self, program: str | Callable[[str], str]) -> Simulation:
         """Return steps of another program over the same memory and machine; see `PlannedStep.simulate_program`."""
         step, times = self.decision.step, self.decision.microbatch.times
-        return step.simulate_program(step.costs(self.decision.question.machine, times), text)
+        return step.simulate_program(step.costs(self.decision.question.machine, times), program)
 
     @property
     def binding(self) -> str:
