@@ -24,7 +24,7 @@ from outsize.config import Config
 from outsize.config.section import Section
 from outsize.data.opening import Making, Progress
 from outsize.data.reading.corpus_files import Corpus, find_sources
-from outsize.data.reading.documents import DocumentReader
+from outsize.data.reading.documents import DocumentReader, length_for, sequences_for
 from outsize.data.survey import kept_documents
 from outsize.model.build import is_masked
 from outsize.model.sizes.model_spec import num_positions
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
 
 Announce = Callable[[str], None]
 LORA_LR = 2e-4
-# Sequences are as long as the longest record up to so many tokens; of longer ones so many records are whole.
-WHOLE_UP_TO, WHOLE_SHARE = 2048, 0.99
-# Lengths are multiples of this, for the kernels' sake.
-_MULTIPLE = 64
-# Records of a step, and the steps that an epoch has at least where there are fewer of them.
-MOST_RECORDS, LEAST_STEPS = 16, 50
 # What a run that goes on keeps, by section: keys of a group are kept where none of them is given.
 _KEPT: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "data": (("pack",), ("seq_len",)),
@@ -182,10 +176,7 @@ def _lengths(config: Config, tokens_in: Path, announce: Announce) -> tuple[NDArr
 
 def _fitting(config: Config, lengths: NDArray[np.int64], limit: int) -> int:
     """Return the tokens of a sequence that records of ``lengths`` fit in, at most ``limit``."""
-    longest = int(lengths.max())
-    if longest > WHOLE_UP_TO:
-        longest = max(WHOLE_UP_TO, int(np.quantile(lengths, WHOLE_SHARE, method="higher")))
-    wanted = min(limit, max(2, -(-longest // _MULTIPLE) * _MULTIPLE))
+    wanted = length_for(lengths, limit)
     tokens = config.train.tokens_per_step
     if tokens is None:
         return wanted
@@ -196,11 +187,8 @@ def _fitting(config: Config, lengths: NDArray[np.int64], limit: int) -> int:
 
 def _records_in_step(config: Config, lengths: NDArray[np.int64]) -> int:
     """Return the sequences of a step that hold some records each."""
-    num_records = len(lengths) * (1 - config.eval.split)
-    wanted = min(MOST_RECORDS, max(1.0, num_records / LEAST_STEPS))
-    if config.data.pack == "none":
-        return max(1, round(wanted))
-    return max(1, round(wanted * float(lengths.mean()) / config.data.seq_len))
+    num_records, is_packed = len(lengths) * (1 - config.eval.split), config.data.pack != "none"
+    return sequences_for(num_records, float(lengths.mean()) / config.data.seq_len if is_packed else 1.0)
 
 
 def _given(section: Section, *keys: str) -> bool:

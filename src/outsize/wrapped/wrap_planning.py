@@ -20,7 +20,6 @@ from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
 from outsize.model.walk import Modes
 from outsize.optim.optimizer_spec import StateLayout
-from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
 from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.trial.calibrate import calibrate
@@ -304,7 +303,9 @@ def make_plan(
         return plan_wrapped(split, machine, measured, named, held)
 
     failures: list[InfeasiblePlanError] = []
-    for size in (microbatches, *smaller_rounds(microbatches)):
+    size = 2 * microbatches
+    while size > 1:
+        size = -(-size // 2)
         try:
             return planned(size)
         except InfeasiblePlanError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
 
@@ -266,10 +267,12 @@ MARKS_PER_MESSAGE = 5
 
 
 class DataTokens(NamedTuple):
-    """How many tokens an epoch of data has, about, and what the count rests on, for people."""
+    """How many tokens an epoch of data has, about, what the count rests on, for people, and those of some records."""
 
     tokens: float
     note: str
+    lengths: tuple[int, ...] = ()
+    num_records: float = 0.0
 
 
 def count_data(path: Path, model_path: Path, data: Any = None) -> DataTokens:
@@ -296,20 +299,22 @@ def count_data(path: Path, model_path: Path, data: Any = None) -> DataTokens:
     reader = DocumentReader(sources, None, Corpus(**reads | {"path": path}))
     place = (model_path if model_path.is_dir() else model_path.parent) / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(place)) if place.is_file() else None
-    tokens = num_bytes = 0.0
-    reader.detect()
+    num_bytes, share, lengths = 0, 1.0, list[float]()
+    is_text = reader.detect() == "text"
     for document in reader.documents():
         messages = document.messages or ()
         text = document.text or " ".join(str(message.get("content") or "") for message in messages)
         size = len(text.encode())
-        tokens += size / BYTES_PER_TOKEN if tokenizer is None else len(tokenizer.encode(text).ids)
-        tokens += MARKS_PER_MESSAGE * len(messages)
+        tokens = size / BYTES_PER_TOKEN if tokenizer is None else len(tokenizer.encode(text).ids)
+        lengths.append(tokens + MARKS_PER_MESSAGE * len(messages))
         num_bytes += size
         if num_bytes >= SAMPLE_BYTES:
-            tokens *= sources.num_bytes / max(1, reader.bytes_read)
+            share = sources.num_bytes / max(1, reader.bytes_read)
             break
     by = f"{BYTES_PER_TOKEN} bytes are taken for a token" if tokenizer is None else "by its tokenizer"
-    return DataTokens(tokens, f"{by}, a chat template for {MARKS_PER_MESSAGE} a message")
+    note = f"{by}, and a chat template to add {MARKS_PER_MESSAGE} to a message"
+    of_records = () if is_text else tuple(map(ceil, lengths))
+    return DataTokens(share * sum(lengths), note, of_records, share * len(of_records))
 
 
 def _num_tokens(path: Path) -> int:

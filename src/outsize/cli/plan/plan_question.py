@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ from outsize.cli.plan.plan_model import (
 )
 from outsize.cli.plan.plan_options import PlanFlags, count_data
 from outsize.config import Config, DataConfig, dump_config, load_config
+from outsize.data.reading.documents import length_for, sequences_for
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
     CUBLAS_BYTES,
@@ -46,6 +48,9 @@ _PAGEABLE_BYTES_PER_S = (8.3e9, 15.5e9)
 _MIB = 2**20
 _OF_ADAPTERS = {"lora.target_modules": "lora_modules", "lora.target_parameters": "lora_parameters"}
 
+# Data are read once for a question.
+_counted = lru_cache(maxsize=4)(count_data)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -61,6 +66,7 @@ class Asked:
         method: what trains, for people.
         model: that it is about.
         figures: of that model.
+        of_records: whether sequences and steps are those that a run chooses by its chats and prompts.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Asked:
     method: str
     model: AskedModel
     figures: ModelFigures
+    of_records: bool = False
 
 
 def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
@@ -89,9 +96,10 @@ def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
         ModelError: no model there, or none that can be counted.
     """
     model = model or asked_model(options)
-    request = ask(options, model)
-    if options.tokens_per_step is not None:
-        return request
+    sized = _sized_by_records(options, model)
+    request = ask(sized, model)
+    if sized.tokens_per_step is not None:
+        return request if sized is options else replace(request, of_records=True)
     home, summed = request.question.home, request.config.optimizer.clip == "global"
     homes: tuple[Home, ...] = (home,) if summed or home != "auto" else ("host", "auto")
     share = request.question.tokens_per_step // DEFAULT_SEQUENCES
@@ -103,6 +111,22 @@ def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
         if _fits(request.question, fitting, request.config):
             break
     return request
+
+
+def _sized_by_records(options: PlanFlags, model: AskedModel) -> PlanFlags:
+    """Return options with the sequences and steps that `outsize train` chooses by chats and prompts."""
+    named = options.named & {"tokens_per_step", "microbatches", "image", "frames"}
+    if named or "data" not in options.named or model.run is not None or options.nodes > 1:
+        return options
+    counted = (
+        _counted(Path(options.data or ""), Path(model.path)) if Path(options.data or "").exists() else None
+    )
+    if counted is None or not counted.lengths:
+        return options
+    seq_len = options.seq_len or length_for(counted.lengths, model.positions or 2**62)
+    share = sum(counted.lengths) / len(counted.lengths) / seq_len
+    tokens_per_step = seq_len * sequences_for(counted.num_records, share)
+    return replace(options, seq_len=seq_len, tokens_per_step=tokens_per_step)
 
 
 def asked_model(options: PlanFlags) -> AskedModel:
@@ -332,7 +356,8 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
         where = "" if options.data is None else f" at {data}"
         raise ConfigError(f"--epochs: no data{where}; name them with --data")
     if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
-        counted, epochs = count_data(data, Path(model_path), read_by), options.epochs or 1
+        count = _counted if read_by is None else partial(count_data, data=read_by)
+        counted, epochs = count(data, Path(model_path)), options.epochs or 1
         times = f", {epochs} times" if epochs > 1 else ""
         return epochs * counted.tokens, f"{data.name}{times}: {counted.note}"
     if text is None:
@@ -350,11 +375,13 @@ def train_yaml(request: Asked, prediction: Prediction) -> str:
     """Return the configuration of the predicted run, as YAML."""
     config, budgets = request.config, request.question.budgets
     steps = config.train.steps if prediction.steps is None else prediction.steps
+    packed = {"pack": "documents"} if request.of_records else {}
     run = config.model_copy(
         update={
             "train": config.train.model_copy(
                 update={"steps": steps, "microbatches": prediction.microbatches}
             ),
+            "data": config.data.model_copy(update=packed),
             "memory": config.memory.model_copy(
                 update={
                     "device": _devices(len(request.question.machine.gpus), config.memory.device),
