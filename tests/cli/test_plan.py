@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,8 @@ from doctor.records import cpu_machine
 from hardware.fake_machine import measured
 from outsize.cli import main
 from outsize.cli.plan.plan_options import count_data
+from outsize.config import load_config
+from outsize.data.reading.documents import length_for, sequences_for
 from outsize.errors import DataError
 from outsize.hardware.cards import parse_gpus
 
@@ -180,6 +183,27 @@ def test_files_of_tokens_are_counted_or_refused_by_name(tmp_path):
         path = next(tmp_path.glob(f"{name}.*"))
         with pytest.raises(DataError, match=words):
             count_data(path, tmp_path)
+
+
+def test_chats_are_planned_as_they_are_trained(model_dir, tmp_path, capsys):
+    """In the sequences and steps that a run chooses for them, by the same rules."""
+    chats, planned = tmp_path / "chats.jsonl", tmp_path / "run.yaml"
+    turns = [{"role": "user", "content": "word " * 4}, {"role": "assistant", "content": "word " * 12}]
+    chats.write_text((json.dumps({"messages": turns}) + "\n") * 5000)
+    of = (model_dir / "config.json", "--gpus", "4090", "--no-advice", "--data", chats)
+    found = answer(capsys, *of, "--output", planned)
+    length = math.ceil((len("word " * 16) + 1) / 4 + 10)
+    assert found["seq_len"] == length_for([length], 2**62) == 64
+    assert found["tokens_per_step"] == 64 * sequences_for(5000, length / 64)
+    assert found["tokens"] == pytest.approx(5000 * length, rel=0.05)
+    config = load_config(planned, environ={})
+    assert config.data.pack == "documents"
+    assert config.train.epochs == 1
+    named = answer(capsys, *of, "--tokens-per-step", 1024)
+    assert (named["seq_len"], named["tokens_per_step"]) == (64, 1024)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("word " * 100)
+    assert answer(capsys, *of[:-1], lines)["tokens_per_step"] > 1024
 
 
 def test_data_are_counted_for_their_epochs(model_dir, tmp_path, capsys):

@@ -7,7 +7,8 @@ import pytest
 
 from outsize.config import Config
 from outsize.config.load import load_config, parse_config
-from outsize.training.defaults import LEAST_STEPS, LORA_LR, settle
+from outsize.data.reading.documents import LEAST_STEPS
+from outsize.training.defaults import LORA_LR, settle
 from outsize.training.forecast import foresee
 from outsize.training.run import train
 from tiny import tiny_model, tiny_run

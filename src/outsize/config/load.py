@@ -130,11 +130,7 @@ def _from_override(override: str) -> Tree:
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Tree]]:
-    """Return ``(variable, its value as a tree)`` for every variable that names a key.
-
-    Raises:
-        ConfigError: a variable begins like one of a section but names no key, which is a typing mistake.
-    """
+    """Return ``(variable, its value as a tree)`` for every variable that names a key."""
     branches = []
     for name in sorted(environ):
         rest = name.removeprefix(_PREFIX)

@@ -175,12 +175,7 @@ class Liveness:
         return self._store.check([_key(peer)])
 
     def _told(self, peer: int | None = None, *, broken: bool = False) -> LostRankError | None:
-        """Return who is lost by what was heard.
-
-        Args:
-            peer: rank to which a connection has failed; it is looked at first.
-            broken: whether a call has failed, so that a rank which has been silent for some periods is a dead one.
-        """
+        """Return who is lost: ``peer`` first, to which a connection failed; silent ones where a call is ``broken``."""
         heard = sorted(self._heard.items(), key=lambda entry: entry[0] != peer)
         farewells = {rank: Farewell.parse(last.text) for rank, last in heard}
         for rank, farewell in farewells.items():

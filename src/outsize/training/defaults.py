@@ -144,7 +144,7 @@ def _laid_out(settled: Settled, tokens_in: Path, announce: Announce, num_ranks: 
         apart = config.data.group_by_length or config.model.attention == "flash_attention_2"
         chosen["data.pack"] = "none" if apart else "documents"
     if "seq_len" in open_keys and len(lengths):
-        chosen["data.seq_len"] = _fitting(config, lengths, limit)
+        chosen["data.seq_len"] = length_for(lengths, limit, config.train.tokens_per_step, config.microbatches)
     settled = _with(settled, chosen)
     if not is_sized and len(lengths):
         batch = _records_in_step(settled.config, lengths)
@@ -172,17 +172,6 @@ def _lengths(config: Config, tokens_in: Path, announce: Announce) -> tuple[NDArr
             progress=tokenising(announce),
         )
     return lengths, num_positions(text_config.to_dict()) or 2**62
-
-
-def _fitting(config: Config, lengths: NDArray[np.int64], limit: int) -> int:
-    """Return the tokens of a sequence that records of ``lengths`` fit in, at most ``limit``."""
-    wanted = length_for(lengths, limit)
-    tokens = config.train.tokens_per_step
-    if tokens is None:
-        return wanted
-    most = max(2, min(limit, tokens // config.microbatches))
-    parts = [size for size in range(2, most + 1) if tokens % size == 0]
-    return min((size for size in parts if size >= wanted), default=max(parts, default=config.data.seq_len))
 
 
 def _records_in_step(config: Config, lengths: NDArray[np.int64]) -> int:

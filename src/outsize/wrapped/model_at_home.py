@@ -174,9 +174,6 @@ class ModelAtHome(ABC):
         """Move to a home for what ``model`` is by now; until the old one is copied both are there.
 
         Gradients and optimizer state go along.
-
-        Raises:
-            BudgetExceededError: the new home does not fit its tier; the old one stays as it was, as after any error.
         """
         check_one_process(model)
         self.stop_with(model)

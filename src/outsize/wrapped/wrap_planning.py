@@ -20,6 +20,7 @@ from outsize.errors import ConfigError, InfeasiblePlanError, ModelError
 from outsize.model.split import Split
 from outsize.model.walk import Modes
 from outsize.optim.optimizer_spec import StateLayout
+from outsize.planner.search.microbatch_search import smaller_rounds
 from outsize.planner.search.step_plan import Plan, PlanOptions
 from outsize.runtime.forward.unit_facts import SideEffects
 from outsize.runtime.trial.calibrate import calibrate
@@ -216,12 +217,7 @@ def measure(
 
 
 def _first_that_runs(tried: Callable[[int, int], Measured], shape: BatchShape) -> Measured:
-    """Try one row of a batch at short lengths, then one of its length, as of sounds, then all rows: images of several.
-
-    Raises:
-        UnitOrderError: units are to be put in another order.
-        ModelError: none runs; what is said is of the first.
-    """
+    """Try one row of a batch at short lengths, then one of its length, as of sounds, then all rows: several images."""
     first: ModelError | None = None
     for length, rows in dict.fromkeys([(shape.length, shape.rows), (1, shape.rows), (1, 1)]):
         try:
@@ -303,9 +299,7 @@ def make_plan(
         return plan_wrapped(split, machine, measured, named, held)
 
     failures: list[InfeasiblePlanError] = []
-    size = 2 * microbatches
-    while size > 1:
-        size = -(-size // 2)
+    for size in (microbatches, *smaller_rounds(microbatches)):
         try:
             return planned(size)
         except InfeasiblePlanError as error:

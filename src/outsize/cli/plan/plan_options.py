@@ -1,7 +1,8 @@
 """What can be asked of ``outsize plan``, option by option, and how many tokens the data of an option have."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
@@ -332,3 +333,25 @@ def _num_tokens(path: Path) -> int:
             f"{path}: tokens are whole numbers in one dimension, and this is {array.dtype} {array.shape}"
         )
     return int(array.size)
+
+
+# Data are read once for a question.
+counted_once = lru_cache(maxsize=4)(count_data)
+
+
+def sized_by_records(options: PlanFlags, model_path: str, positions: int | None) -> PlanFlags:
+    """Return options with the sequences and steps that `outsize train` chooses by chats and prompts."""
+    data, step = Path(options.data or ""), options.tokens_per_step
+    named = options.named & {"image", "frames", *(("microbatches",) if step is None else ())}
+    if named or not data.name or not data.exists() or options.nodes > 1:
+        return options
+    from outsize.data.reading.documents import length_for, sequences_for
+
+    lengths = (counted := counted_once(data, Path(model_path))).lengths
+    if not lengths:
+        return options
+    parts = step, options.microbatches or 1
+    seq_len = options.seq_len or length_for(lengths, positions or 2**62, *parts)
+    step = step or seq_len * sequences_for(counted.num_records, sum(lengths) / len(lengths) / seq_len)
+    epochs = options.epochs or (1 if options.tokens is None else None)
+    return replace(options, seq_len=seq_len, tokens_per_step=step, epochs=epochs)

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -20,9 +19,8 @@ from outsize.cli.plan.plan_model import (
     read_config,
     read_run,
 )
-from outsize.cli.plan.plan_options import PlanFlags, count_data
+from outsize.cli.plan.plan_options import PlanFlags, count_data, counted_once, sized_by_records
 from outsize.config import Config, DataConfig, dump_config, load_config
-from outsize.data.reading.documents import length_for, sequences_for
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
     CUBLAS_BYTES,
@@ -47,9 +45,6 @@ DEFAULT_SEQUENCES, FEWEST_SEQUENCES = 64, 8
 _PAGEABLE_BYTES_PER_S = (8.3e9, 15.5e9)
 _MIB = 2**20
 _OF_ADAPTERS = {"lora.target_modules": "lora_modules", "lora.target_parameters": "lora_parameters"}
-
-# Data are read once for a question.
-_counted = lru_cache(maxsize=4)(count_data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +91,7 @@ def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
         ModelError: no model there, or none that can be counted.
     """
     model = model or asked_model(options)
-    sized = _sized_by_records(options, model)
+    sized = options if model.run is not None else sized_by_records(options, model.path, model.positions)
     request = ask(sized, model)
     if sized.tokens_per_step is not None:
         return request if sized is options else replace(request, of_records=True)
@@ -111,22 +106,6 @@ def ask_what_fits(options: PlanFlags, model: AskedModel | None = None) -> Asked:
         if _fits(request.question, fitting, request.config):
             break
     return request
-
-
-def _sized_by_records(options: PlanFlags, model: AskedModel) -> PlanFlags:
-    """Return options with the sequences and steps that `outsize train` chooses by chats and prompts."""
-    named = options.named & {"tokens_per_step", "microbatches", "image", "frames"}
-    if named or "data" not in options.named or model.run is not None or options.nodes > 1:
-        return options
-    counted = (
-        _counted(Path(options.data or ""), Path(model.path)) if Path(options.data or "").exists() else None
-    )
-    if counted is None or not counted.lengths:
-        return options
-    seq_len = options.seq_len or length_for(counted.lengths, model.positions or 2**62)
-    share = sum(counted.lengths) / len(counted.lengths) / seq_len
-    tokens_per_step = seq_len * sequences_for(counted.num_records, share)
-    return replace(options, seq_len=seq_len, tokens_per_step=tokens_per_step)
 
 
 def asked_model(options: PlanFlags) -> AskedModel:
@@ -300,6 +279,8 @@ def _config(
         raise ConfigError(
             f"{', '.join(adapters)}: full training has no adapters; add --method lora, or leave it out"
         )
+    if options.epochs is not None:
+        flags["train.epochs"] = float(options.epochs)
     if options.method == "lora":
         flags |= {"lora.r": options.lora_r, "lora.base_codec": options.base_codec}
         if options.lora_parameters is not None:
@@ -356,8 +337,8 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
         where = "" if options.data is None else f" at {data}"
         raise ConfigError(f"--epochs: no data{where}; name them with --data")
     if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
-        count = _counted if read_by is None else partial(count_data, data=read_by)
-        counted, epochs = count(data, Path(model_path)), options.epochs or 1
+        place, epochs = Path(model_path), options.epochs or 1
+        counted = counted_once(data, place) if read_by is None else count_data(data, place, read_by)
         times = f", {epochs} times" if epochs > 1 else ""
         return epochs * counted.tokens, f"{data.name}{times}: {counted.note}"
     if text is None:
@@ -374,7 +355,8 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
 def train_yaml(request: Asked, prediction: Prediction) -> str:
     """Return the configuration of the predicted run, as YAML."""
     config, budgets = request.config, request.question.budgets
-    steps = config.train.steps if prediction.steps is None else prediction.steps
+    in_epochs = prediction.steps is None or config.train.epochs is not None
+    steps = config.train.steps if in_epochs else prediction.steps
     packed = {"pack": "documents"} if request.of_records else {}
     run = config.model_copy(
         update={

@@ -179,10 +179,7 @@ def _notes(request: Asked) -> tuple[str, ...]:
     if request.question.machine.host.pinned_bytes is not None:
         slow.append(request.question.machine.links[0].up_bytes_per_s.source)
     if request.of_records:
-        slow.append(
-            "sequences and steps are those that outsize train chooses for chats and prompts: where the link ends a "
-            "step, more --tokens-per-step take less time, in fewer steps"
-        )
+        slow.append("sequences and steps are those that outsize train chooses by chats and prompts")
     return (*request.figures.notes, *slow, *(f"{key}: {rest}" for key, _, rest in _own_kernels(request)))
 
 

@@ -299,10 +299,6 @@ class Borders:
 
         It is what stands there before users and replies alike; or else the tags that stand before a user, but not
         before one who begins.
-
-        Args:
-            until: the message and what is before it.
-            gap: behind its words.
         """
         number = len(until)
         user, reply = ({"role": role, "content": code_of(number, TEXT)} for role in ("user", "assistant"))

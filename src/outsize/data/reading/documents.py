@@ -336,12 +336,16 @@ _MULTIPLE = 64
 MOST_RECORDS, LEAST_STEPS = 16, 50
 
 
-def length_for(lengths: Any, limit: int) -> int:
-    """Return the tokens of a sequence that records of ``lengths`` tokens fit in, at most ``limit``."""
+def length_for(lengths: Any, limit: int, tokens: int | None = None, microbatches: int = 1) -> int:
+    """Return the tokens of a sequence that records of ``lengths`` fit in, at most ``limit``, which divide a step's."""
     longest = int(max(lengths))
     if longest > WHOLE_UP_TO:
         longest = max(WHOLE_UP_TO, int(np.quantile(lengths, WHOLE_SHARE, method="higher")))
-    return min(limit, max(2, -(-longest // _MULTIPLE) * _MULTIPLE))
+    wanted = min(limit, max(2, -(-longest // _MULTIPLE) * _MULTIPLE))
+    if tokens is None:
+        return wanted
+    parts = [size for size in range(2, max(2, min(limit, tokens // microbatches)) + 1) if tokens % size == 0]
+    return min((size for size in parts if size >= wanted), default=max(parts, default=wanted))
 
 
 def sequences_for(num_records: float, share: float) -> int:

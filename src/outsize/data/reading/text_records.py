@@ -236,13 +236,7 @@ def _as_record(value: object, path: Path, number: int) -> Record:
 
 
 def _check_is_text(record: Record, text: str, where: str) -> None:
-    """Refuse half a character, which JSON can write and no encoding can.
-
-    Args:
-        record: what ``text`` was parsed to.
-        text: of the file; where it escapes no such half there is nothing to look for.
-        where: ``file:line``, for errors.
-    """
+    """Refuse half a character, which JSON can write and no encoding can; ``text`` that escapes none holds none."""
     if not _SURROGATE.search(text):
         return
     for name, value in record.items():

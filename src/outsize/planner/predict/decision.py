@@ -222,11 +222,7 @@ class PlannedStep:
         )
 
     def simulate_program(self, costs: CostModel, program: str | Callable[[str], str]) -> Simulation:
-        """Return steps that walk a program of one's own, or what a function makes of each that they follow by turns.
-
-        Raises:
-            ProgramError: it breaks a rule, is one text for several programs, or takes more room than the plan has.
-        """
+        """Return steps that walk a program of one's own, or what a function makes of each that they follow by turns."""
         layout, elements = self._simulated()
         plan = replace(self.plan, layout=layout, tile_elements=elements)
         if not callable(program) and (turns := len(plan.programs)) > 1:

@@ -167,12 +167,7 @@ def _encoded(question: Question, best: Decision | None, crossing: str) -> Decisi
 
 
 def _fastest(question: Question) -> Decision:
-    """Return the decision whose step is the shortest that is found.
-
-    Raises:
-        ConfigError: what is asked for cannot be.
-        InfeasiblePlanError: nothing fits; of the plan that is short by the least.
-    """
+    """Return the decision whose step is the shortest that is found."""
     tiers = tiers_of(question)
     for tier in tiers[:-1]:
         try:

@@ -185,11 +185,7 @@ class _Writer:
         self._rest_bytes = sum(unit.weight_bytes(dtype) for unit in model.units[model.num_streamed :])
 
     def _home(self) -> Tier:
-        """Return where weights rest.
-
-        Raises:
-            InfeasiblePlanError: they fit nowhere.
-        """
+        """Return where weights rest."""
         budgets, wanted = self._question.budgets, self._question.home
         for home, budget in (("host", budgets.host), ("disk", budgets.disk)):
             there = home == "host" or self._question.machine.disk is not None

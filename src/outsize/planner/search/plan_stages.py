@@ -307,11 +307,7 @@ class _Planner:
         return pipeline_of(self._memory, self._budgets.device, halves, way)
 
     def _with_peers(self, layout: StepLayout) -> StepLayout:
-        """Return ``layout`` with copies between the devices that can, where there is room for what arrives.
-
-        Raises:
-            InfeasiblePlanError: they are asked for, and there is none.
-        """
+        """Return ``layout`` with copies between the devices that can, where there is room for what arrives."""
         candidate = replace(layout, peers=self._options.peers & layout.neighbours)
         missing = self._budgets.short_by(self._table(candidate))
         if not missing:
