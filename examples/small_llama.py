@@ -9,10 +9,10 @@ and ``OUT_DIR/model`` (``config.json``, ``model.safetensors`` and a tokenizer tr
 The weights come from a fixed seed, so two machines with the same versions start from the same model.
 """
 
+import argparse
 import json
 import shutil
 import struct
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,4 +170,8 @@ def main(out_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out_dir", type=Path)
+    main(parser.parse_args().out_dir)
