@@ -201,6 +201,9 @@ def test_chats_are_planned_as_they_are_trained(model_dir, tmp_path, capsys):
     assert config.train.epochs == 1
     named = answer(capsys, *of, "--tokens-per-step", 1024)
     assert (named["seq_len"], named["tokens_per_step"]) == (64, 1024)
+    ids = tmp_path / "ids.bin"
+    ids.write_bytes(bytes(64))
+    assert answer(capsys, *of[:-1], ids, "--tokens", "1M")["tokens"] == 1e6
     lines = tmp_path / "lines.txt"
     lines.write_text("word " * 100)
     assert answer(capsys, *of[:-1], lines)["tokens_per_step"] > 1024

@@ -252,3 +252,52 @@ def test_what_forwards_set_themselves_is_set_by_nobody_else():
         second = square(model(X))
         (first + second).backward()
         assert [layer.calls for layer in model.layers] == [2] * 5  # type: ignore[union-attr]
+
+
+class Gained(Block):
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.change(x)
+
+
+def _forward_of_its_own(layer: Any) -> None:
+    layer.forward = lambda x: x + 2 * layer.change(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "put"), [("gain", lambda layer: setattr(layer, "gain", 3.0)), ("forward", _forward_of_its_own)]
+)
+def test_what_is_taken_away_again_before_the_backward_is_seen(name: str, put: Callable[[Any], None]):
+    with wrapped(Net(Gained), **SETTINGS[1]) as model:
+        square(model(X)).backward()
+        put(model.layers[1])
+        loss = square(model(X))
+        delattr(model.layers[1], name)
+        with pytest.raises(OutsizeError, match=REFUSED):
+            loss.backward()
+
+
+def test_what_layers_do_not_read_may_be_made_between(monkeypatch: pytest.MonkeyPatch):
+    """Functions of their file, as a notebook's next cell is."""
+    with wrapped(Net(Gained), **SETTINGS[1]) as model:
+        square(model(X)).backward()
+        loss = square(model(X))
+        monkeypatch.setitem(globals(), "my_loss", lambda output: output.sum())
+        loss.backward()
+
+
+def test_the_precision_of_products_may_be_set_by_torchs_newer_names(monkeypatch: pytest.MonkeyPatch):
+
+    def refuses() -> str:
+        raise RuntimeError("a mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuses)
+    with wrapped(Net(Gained), **SETTINGS[1]) as model:
+        square(model(X)).backward()
+
+
+def test_what_a_model_returns_may_be_detached_in_place():
+    with wrapped(Net(), **SETTINGS[1]) as model:
+        output = model(X)
+        assert not output.detach_().requires_grad

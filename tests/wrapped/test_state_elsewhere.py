@@ -45,6 +45,10 @@ PLACES = {
     "kind of dict": ("class Seen(dict): pass\nseen = Seen(n=0)", "seen['n'] += 1; n = seen['n']"),
     "kind of list": ("class Seen(list): pass\nseen = Seen()", "seen.append(0); n = len(seen)"),
     "kind of set": ("class Seen(set): pass\nseen = Seen()", "seen.add(len(seen)); n = len(seen)"),
+    "kind of ordered dict": (
+        "from collections import OrderedDict\nclass Seen(OrderedDict): pass\nseen = Seen(n=0)",
+        "seen['n'] += 1; seen[len(seen)] = 0; seen.move_to_end('n'); n = seen['n'] + len(list(seen))",
+    ),
     "static method": (
         "class Seen:\n    n = 0\n    @classmethod\n    def count(cls):\n        cls.n += 1\n        return cls.n",
         "n = Seen.count()",

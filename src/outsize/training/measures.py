@@ -289,10 +289,11 @@ def resident_memory() -> tuple[int, int]:
 
     The kernel's high-water mark, where it tells: what `getrusage` says begins with that of the process's parent.
     """
-    with contextlib.suppress(OSError, KeyError), open("/proc/self/status", encoding="ascii") as status:
+    sizes: dict[str, str] = {}
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
         sizes = {name: size.split()[0] for name, size in (line.split(":") for line in status if "kB" in line)}
-        return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
-    return 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = sizes.get("VmHWM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return int(sizes.get("VmRSS", 0)) * 1024, int(peak) * 1024
 
 
 def stall_share(stall_s: Mapping[str, float], seconds: float) -> float:

@@ -143,10 +143,10 @@ def size_of(option: str, text: str) -> int:
     if re.fullmatch(r"\s*[0-9.]+\s*", text) and 0 < num_bytes < 2**20:
         number = text.strip()
         raise ConfigError(
-            f"{option}: {number} without a unit is {number} bytes; write {number}GB or {number}GiB"
+            f"{option}: {number} without a unit is {number} bytes; write {number}GB, {number}GiB or {number}B"
         )
     if num_bytes <= 0:
-        raise ConfigError(f"{option}: a machine has some; write for example 64GB")
+        raise ConfigError(f"{option}: it is more than nothing; write for example 64GB")
     return num_bytes
 
 

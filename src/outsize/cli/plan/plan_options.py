@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
@@ -335,10 +334,6 @@ def _num_tokens(path: Path) -> int:
     return int(array.size)
 
 
-# Data are read once for a question.
-counted_once = lru_cache(maxsize=4)(count_data)
-
-
 def sized_by_records(options: PlanFlags, model_path: str, positions: int | None) -> PlanFlags:
     """Return options with the sequences and steps that `outsize train` chooses by chats and prompts."""
     data, step = Path(options.data or ""), options.tokens_per_step
@@ -347,7 +342,12 @@ def sized_by_records(options: PlanFlags, model_path: str, positions: int | None)
         return options
     from outsize.data.reading.documents import length_for, sequences_for
 
-    lengths = (counted := counted_once(data, Path(model_path))).lengths
+    try:
+        lengths = (counted := count_data(data, Path(model_path))).lengths
+    except DataError:
+        if options.tokens is None:
+            raise
+        return options
     if not lengths:
         return options
     parts = step, options.microbatches or 1

@@ -19,7 +19,7 @@ from outsize.cli.plan.plan_model import (
     read_config,
     read_run,
 )
-from outsize.cli.plan.plan_options import PlanFlags, count_data, counted_once, sized_by_records
+from outsize.cli.plan.plan_options import PlanFlags, count_data, sized_by_records
 from outsize.config import Config, DataConfig, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
@@ -337,8 +337,7 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
         where = "" if options.data is None else f" at {data}"
         raise ConfigError(f"--epochs: no data{where}; name them with --data")
     if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
-        place, epochs = Path(model_path), options.epochs or 1
-        counted = counted_once(data, place) if read_by is None else count_data(data, place, read_by)
+        counted, epochs = count_data(data, Path(model_path), read_by), options.epochs or 1
         times = f", {epochs} times" if epochs > 1 else ""
         return epochs * counted.tokens, f"{data.name}{times}: {counted.note}"
     if text is None:

@@ -139,16 +139,18 @@ class _Item(NamedTuple):
 
 
 def _read_subclass(value: Any) -> Items:
-    contents = dict.items(value) if isinstance(value, dict) else enumerate(value)
+    ordered = OrderedDict if isinstance(value, OrderedDict) else dict
+    contents = ordered.items(value) if isinstance(value, dict) else enumerate(value)
     return [*_read_object(value), *((_Item(key), one) for key, one in contents)]
 
 
 def _write_subclass(value: Any, items: Items) -> None:
     inside = [(key.key, one) for key, one in items if isinstance(key, _Item)]
-    base: Any = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    base: Any = next(kind for kind in (OrderedDict, *_CONTAINERS) if isinstance(value, kind))
     base.clear(value)
-    if base is dict:
-        dict.update(value, inside)
+    if issubclass(base, dict):
+        for key, one in inside:
+            base.__setitem__(value, key, one)
     else:
         (set.update if base is set else base.extend)(value, (one for _, one in inside))
     _write_object(value, [item for item in items if not isinstance(item[0], _Item)])
@@ -243,7 +245,7 @@ _NUMPY_OLD = _generator(
 def named_by(module: nn.Module) -> Iterator[Any]:
     """Yield what the code of a module and of the hooks in it names outside of itself."""
     yield from _variables_of(type(module))
-    for function in _code_of(cast("Hashable", type(module))):
+    for function in code_of(cast("Hashable", type(module))):
         yield from _named_in(function)
     hooks = (hook for hung in forward_hooks_of(module) for hook in hung.values())
     of_user = (value for name, value in vars(module).items() if name not in OF_MODULES and callable(value))
@@ -267,7 +269,7 @@ def _held_by(hook: Any) -> Iterator[Any]:
 
 
 def _named_in(function: Any) -> Iterator[Any]:
-    space, names = function.__globals__, _names_of(function.__code__)
+    space, names = function.__globals__, names_of(function.__code__)
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # not yet filled
             inside = cell.cell_contents
@@ -308,7 +310,7 @@ def _classes_of(kind: Any) -> tuple[type, ...]:
 
 
 @cache
-def _code_of(kind: Any) -> tuple[Any, ...]:
+def code_of(kind: Any) -> tuple[Any, ...]:
     """Return the functions of a class of modules, below PyTorch's own, and those that they call in its file."""
     return _reached_from(chain.from_iterable(map(_functions_of, _classes_of(kind))))
 
@@ -331,14 +333,30 @@ def _reached_from(functions: Iterable[Any]) -> tuple[Any, ...]:
             continue
         reached[function] = None
         if not _is_of_library(function.__module__):
-            space, names = function.__globals__, _names_of(function.__code__)
+            space, names = function.__globals__, names_of(function.__code__)
             named = chain.from_iterable(map(_functions_of, map(space.get, names)))
             waiting += [one for one in named if getattr(one, "__globals__", None) is space]
     return tuple(reached)
 
 
 @cache
-def _names_of(code: types.CodeType) -> frozenset[str]:
+def names_of(code: types.CodeType) -> frozenset[str]:
     """Return the names that code, and code within it, reads or writes outside of itself."""
-    inner = (_names_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
+    inner = (names_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return frozenset(code.co_names).union(*inner)
+
+
+@cache
+def read_in_files(kind: Any) -> tuple[tuple[Any, frozenset[str]], ...]:
+    """Return the files of a class and of those that it comes from, each with the names that the class reads in it."""
+    classes, names = _classes_of(kind), set[str]()
+    files = {one.__module__: sys.modules[one.__module__] for one in classes if one.__module__ in sys.modules}
+    methods = chain.from_iterable(vars(one).values() for one in classes)
+    code = [one.__code__ for one in map(inspect.unwrap, methods) if inspect.isfunction(one)]
+    while code:
+        new = names_of(code.pop()) - names
+        names |= new
+        values = (vars(file).get(name) for name in new for file in files.values())
+        functions = map(inspect.unwrap, chain.from_iterable(map(_functions_of, values)))
+        code += [one.__code__ for one in functions if inspect.isfunction(one)]
+    return tuple((file, frozenset(names & vars(file).keys())) for file in files.values())

@@ -12,7 +12,6 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from operator import length_hint
 from typing import Any, NamedTuple, cast
 
@@ -20,15 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from outsize.accelerators import is_accelerator, module_of
-from outsize.compat.torch_private import (
-    buffers_of,
-    forward_hooks_of,
-    has_hooks_of_all,
-    version_of,
-)
+from outsize.compat.torch_private import buffers_of, forward_hooks_of, has_hooks_of_all, version_of
 from outsize.compat.transformers_private import OUTPUT_HOOKS
 from outsize.runtime.forward.outline import MOST_ITEMS, outline_of
-from outsize.runtime.forward.places import OF_MODULES, State, Variables, kind_of, named_by, read_variables
+from outsize.runtime.forward.places import (
+    OF_MODULES,
+    State,
+    Variables,
+    kind_of,
+    named_by,
+    read_in_files,
+    read_variables,
+)
 
 _log = logging.getLogger(__name__)
 # What is its own mark; what of modules no forward reads; and how deep settings are looked for in objects.
@@ -36,11 +38,21 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescrip
 _MARKED = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, State, *_FUNCTIONS}
 _OF_NO_EFFECT = OF_MODULES - {"forward", "training"}
 _DEPTH = 3
-_FLAGS = (
-    torch.get_default_dtype,
-    torch.get_float32_matmul_precision,
-    torch.are_deterministic_algorithms_enabled,
-)
+
+
+def _fp32_precision() -> str:
+    """Return how products in fp32 round, by the API of torch's two that it was set with: the older one refuses else."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+_FLAGS = {
+    "default_dtype": torch.get_default_dtype,
+    "fp32_precision": _fp32_precision,
+    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+}
 
 
 class UnitState:
@@ -106,7 +118,10 @@ class LayerSettings:
 
     def _since(self) -> set[tuple[Any, str]]:
         then, self._then = self._then, _settings_of(self._modules)
-        return {key for key, value in self._then.items() if (value,) != (then.get(key, then),)}
+        others = {key for key, value in self._then.items() if (value,) != (then.get(key, then),)}
+        layers = set(map(id, self._modules))  # of which hooks may have gone again
+        gone = (key for key in then.keys() - self._then.keys() if key[0] in layers)
+        return others | {key for key in gone if "_forward_" not in key[1]}
 
 
 def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
@@ -119,12 +134,19 @@ def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
         modules: of the layers, with all that they have inside.
     """
     state, marks = UnitState(modules), dict[int, Any]()
-    settings = {(0, read.__name__): read() for read in _FLAGS}
-    holders = {id(one): one for one in (torch, nn.functional, Tensor)}
+    settings: dict[tuple[Any, str], Any] = {(0, name): read() for name, read in _FLAGS.items()}
+    for holder in (
+        torch,
+        nn.functional,
+        Tensor,
+        *{base for m in state.modules for base in type(m).__mro__[:-1]},
+    ):
+        of_holder = ((n, v) for n, v in vars(holder).items() if type(v) in _FUNCTIONS and n != "manual_seed")
+        settings.update(((id(holder), name), function) for name, function in of_holder)
     for kind in set(map(type, state.modules)):
-        holders.update((id(one), one) for one in _files_of(cast("Hashable", kind)))
-    for at, holder in holders.items():
-        settings.update(((at, n), v) for n, v in vars(holder).items() if type(v) in _FUNCTIONS)
+        for file, names in read_in_files(cast("Hashable", kind)):
+            found = ((name, vars(file).get(name)) for name in names)
+            settings.update(((id(file), name), one) for name, one in found if type(one) in _FUNCTIONS)
     for module in state.modules:
         at = id(module)
         for name, value in vars(module).items():
@@ -135,14 +157,6 @@ def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
         at = id(other.holder if isinstance(other, Variables) else other)
         settings.update(((at, name), _mark_of(value, marks)) for name, value in items)
     return settings
-
-
-@cache
-def _files_of(kind: Any) -> tuple[Any, ...]:
-    """Return the classes that a class comes from, and their files."""
-    return *kind.__mro__[:-1], *(
-        sys.modules[one.__module__] for one in kind.__mro__ if one.__module__ in sys.modules
-    )
 
 
 def _mark_of(value: Any, marks: dict[int, Any], depth: int = 0) -> Any:

@@ -139,7 +139,8 @@ def score(
             ``hidden``: the last hidden states of all tokens [S, d]. ``embeddings``: their mean [d], in fp32.
         wave_tokens: of a wave; None has it chosen past the break-even, as far as there is room.
         group_tokens: of sequences of one length that are computed together, as far as there is room; waves are cut
-            between such groups. None for `GROUP_TOKENS`, and waves cut anywhere.
+            between such groups. None for as many as leave a unit room to come up, at most `GROUP_TOKENS`, and waves
+            cut anywhere.
         top_k: of logits only so many, the largest, as `TopLogits`; None for all.
         figures: counts what it takes.
 
