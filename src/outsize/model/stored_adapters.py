@@ -19,13 +19,7 @@ from outsize.checkpoint.files.checkpoint_files import ADAPTER_CONFIG, ADAPTER_WE
 from outsize.checkpoint.files.checkpoint_reader import WeightSource
 from outsize.compat.transformers_private import changed_weight
 from outsize.errors import CheckpointError, ConfigError, ModelError
-from outsize.model.adapters import (
-    AROUND_MODEL,
-    Adapters,
-    AdapterSource,
-    base_name,
-    put_in,
-)
+from outsize.model.adapters import AROUND_MODEL, Adapters, AdapterSource, base_name, put_in
 from outsize.model.build import download_small_files
 from outsize.model.split import end_of
 

@@ -9,11 +9,7 @@ from rich.table import Table
 from outsize.cli.plan.plan_question import Asked
 from outsize.cli.text.console import as_text
 from outsize.model.sizes.model_spec import ModelSpec, Workload
-from outsize.planner.predict.alternatives import (
-    ACTIVATION_SUMS,
-    Alternative,
-    managed_tokens_per_s,
-)
+from outsize.planner.predict.alternatives import ACTIVATION_SUMS, Alternative, managed_tokens_per_s
 from outsize.planner.predict.prediction import Prediction
 from outsize.planner.predict.question import fits_at_all
 from outsize.units import format_bytes

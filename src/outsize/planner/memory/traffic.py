@@ -8,12 +8,7 @@ from outsize.codecs.transport import Transport
 from outsize.model.sizes.model_spec import ITEMSIZE, ModelSpec
 from outsize.optim.optimizer_spec import ITEM_BYTES, StateLayout
 from outsize.planner.memory.memory_table import Tier
-from outsize.planner.memory.step_bytes import (
-    activation_bytes,
-    encoded_bytes,
-    gradient_bytes,
-    load_bytes,
-)
+from outsize.planner.memory.step_bytes import activation_bytes, encoded_bytes, gradient_bytes, load_bytes
 from outsize.planner.program.program import Op, Program
 from outsize.planner.program.stages import KeptBytes, bytes_of
 from outsize.planner.program.step_layout import StepLayout
