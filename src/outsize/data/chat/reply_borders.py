@@ -254,12 +254,6 @@ class Borders:
 
         They are looked for where the message is the last one, where one more reply is asked for, which some templates
         end as they do within, and, if neither is there as a whole, in front of other messages.
-
-        Args:
-            until: the message and what is before it, with sentinels.
-            code: the number of the message whose sentinels it has.
-            gap: behind its words.
-            is_whole: whether the gap is behind all of the message.
         """
         tail = tail_of(until[-1], gap)
         closings = [self.closing(until, code), self.closing(until, code, add_generation_prompt=True)]

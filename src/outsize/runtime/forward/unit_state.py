@@ -129,9 +129,6 @@ def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
 
     That is attributes, those of objects that layers hold (a config), variables and classes that their code names,
     buffers, hooks, functions of torch and of the layers' own files, and flags of torch. Marks of them hold no tensor.
-
-    Args:
-        modules: of the layers, with all that they have inside.
     """
     state, marks = UnitState(modules), dict[int, Any]()
     settings: dict[tuple[Any, str], Any] = {(0, name): read() for name, read in _FLAGS.items()}
