@@ -302,15 +302,15 @@ class AutogradBridge:
         tensors = (*self._inputs.given, *self._parameters)
         nodes = _Node.apply(anchor, self, values, *tensors) if values else ()  # type: ignore[no-untyped-call]
         output = self._joined.build(dict(zip(positions, nodes, strict=True)))
-        made, loss = nodes, loss_of(output)
+        outputs, loss = nodes, loss_of(output)
         if loss is not None:  # a hook on another output is not run with no gradient then: `descend` refuses
-            made = [one.view_as(one) if one.dim() else one for one in nodes]
-            output = self._joined.build(dict(zip(positions, made, strict=True)))
+            outputs = [one.view_as(one) if one.dim() else one for one in nodes]
+            output = self._joined.build(dict(zip(positions, outputs, strict=True)))
             loss = loss_of(output)
         self._parameters = ()
         self._inputs.let_go()
-        self._shown = [weakref.ref(tensor) for tensor in made]
-        self._losses = [loss.detach() if loss is tensor else None for tensor in made]
+        self._shown = [weakref.ref(tensor) for tensor in outputs]
+        self._losses = [loss.detach() if loss is tensor else None for tensor in outputs]
         self._joined.forget_values()
         return output
 

@@ -142,8 +142,8 @@ def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
         settings.update(((id(holder), name), function) for name, function in of_holder)
     for kind in set(map(type, state.modules)):
         for file, names in read_in_files(cast("Hashable", kind)):
-            found = ((name, vars(file).get(name)) for name in names)
-            settings.update(((id(file), name), one) for name, one in found if type(one) in _FUNCTIONS)
+            values = ((name, vars(file).get(name)) for name in names)
+            settings.update(((id(file), name), one) for name, one in values if type(one) in _FUNCTIONS)
     for module in state.modules:
         at = id(module)
         for name, value in vars(module).items():
