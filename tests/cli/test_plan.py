@@ -12,9 +12,8 @@ from cli.command_line import LLAMA, status_of
 from doctor.records import cpu_machine
 from hardware.fake_machine import measured
 from outsize.cli import main
-from outsize.cli.plan.plan_options import count_data
 from outsize.config import load_config
-from outsize.data.reading.documents import length_for, sequences_for
+from outsize.data.reading.record_lengths import count_data, length_for, sequences_for
 from outsize.errors import DataError
 from outsize.hardware.cards import parse_gpus
 

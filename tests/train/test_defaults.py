@@ -7,7 +7,7 @@ import pytest
 
 from outsize.config import Config
 from outsize.config.load import load_config, parse_config
-from outsize.data.reading.documents import LEAST_STEPS
+from outsize.data.reading.record_lengths import LEAST_STEPS
 from outsize.training.defaults import LORA_LR, settle
 from outsize.training.forecast import foresee
 from outsize.training.run import train

@@ -24,7 +24,8 @@ from outsize.config import Config
 from outsize.config.section import Section
 from outsize.data.opening import Making, Progress
 from outsize.data.reading.corpus_files import Corpus, find_sources
-from outsize.data.reading.documents import DocumentReader, length_for, sequences_for
+from outsize.data.reading.documents import DocumentReader
+from outsize.data.reading.record_lengths import length_for, sequences_for
 from outsize.data.survey import kept_documents
 from outsize.model.build import is_masked
 from outsize.model.sizes.model_spec import num_positions

@@ -1,10 +1,9 @@
-"""What can be asked of ``outsize plan``, option by option, and how many tokens the data of an option have."""
+"""What can be asked of ``outsize plan``, option by option."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import typer
 
@@ -260,87 +259,13 @@ def check_kinds(given: Mapping[str, Any]) -> None:
             ) from None
 
 
-# Of text that is counted: so much of it, and bytes of a token where no tokenizer lies beside the model, as of English.
-SAMPLE_BYTES, BYTES_PER_TOKEN = 4 * 2**20, 4
-# Tokens that a chat template adds to a message, about.
-MARKS_PER_MESSAGE = 5
-
-
-class DataTokens(NamedTuple):
-    """How many tokens an epoch of data has, about, what the count rests on, for people, and those of some records."""
-
-    tokens: float
-    note: str
-    lengths: tuple[int, ...] = ()
-    num_records: float = 0.0
-
-
-def count_data(path: Path, model_path: Path, data: Any = None) -> DataTokens:
-    """Count the tokens of data: in all of a few megabytes, and by their density in more.
-
-    Args:
-        path: of the data.
-        model_path: of the model, beside which its tokenizer lies.
-        data: how a run reads them, a `DataConfig`; None for as they are.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    from tokenizers import Tokenizer
-
-    from outsize.config import SourceConfig
-    from outsize.data.reading.corpus_files import Corpus, find_sources
-    from outsize.data.reading.documents import DocumentReader
-
-    reads: dict[str, Any] = {} if data is None else {n: getattr(data, n) for n in SourceConfig.model_fields}
-    sources = find_sources(path, reads.get("glob"))
-    if sources.container == "tokens":
-        return DataTokens(sum(_num_tokens(file.path) for file in sources.files), "as they are")
-    reader = DocumentReader(sources, None, Corpus(**reads | {"path": path}))
-    place = (model_path if model_path.is_dir() else model_path.parent) / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(place)) if place.is_file() else None
-    num_bytes, share, lengths = 0, 1.0, list[float]()
-    is_text = reader.detect() == "text"
-    for document in reader.documents():
-        messages = document.messages or ()
-        text = document.text or " ".join(str(message.get("content") or "") for message in messages)
-        size = len(text.encode())
-        tokens = size / BYTES_PER_TOKEN if tokenizer is None else len(tokenizer.encode(text).ids)
-        lengths.append(tokens + MARKS_PER_MESSAGE * len(messages))
-        num_bytes += size
-        if num_bytes >= SAMPLE_BYTES:
-            share = sources.num_bytes / max(1, reader.bytes_read)
-            break
-    by = f"{BYTES_PER_TOKEN} bytes are taken for a token" if tokenizer is None else "by its tokenizer"
-    note = f"{by}, and a chat template to add {MARKS_PER_MESSAGE} to a message"
-    of_records = () if is_text else tuple(map(ceil, lengths))
-    return DataTokens(share * sum(lengths), note, of_records, share * len(of_records))
-
-
-def _num_tokens(path: Path) -> int:
-    """Return how many tokens a file of them holds."""
-    import numpy as np
-
-    if path.suffix != ".npy":
-        raise DataError(f"{path}: a raw file of tokens does not say how many it holds; write --tokens")
-    try:
-        array = np.load(path, mmap_mode="r")
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path}: not a .npy file of numbers") from error
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(
-            f"{path}: tokens are whole numbers in one dimension, and this is {array.dtype} {array.shape}"
-        )
-    return int(array.size)
-
-
 def sized_by_records(options: PlanFlags, model_path: str, positions: int | None) -> PlanFlags:
     """Return options with the sequences and steps that `outsize train` chooses by chats and prompts."""
     data, step = Path(options.data or ""), options.tokens_per_step
     named = options.named & {"image", "frames", *(("microbatches",) if step is None else ())}
     if named or not data.name or not data.exists() or options.nodes > 1:
         return options
-    from outsize.data.reading.documents import length_for, sequences_for
+    from outsize.data.reading.record_lengths import count_data, length_for, sequences_for
 
     try:
         lengths = (counted := count_data(data, Path(model_path))).lengths

@@ -19,8 +19,8 @@ from outsize.cli.plan.plan_model import (
     read_config,
     read_run,
 )
-from outsize.cli.plan.plan_options import PlanFlags, count_data, sized_by_records
-from outsize.config import Config, DataConfig, dump_config, load_config
+from outsize.cli.plan.plan_options import PlanFlags, sized_by_records
+from outsize.config import Config, SourceConfig, dump_config, load_config
 from outsize.errors import ConfigError
 from outsize.hardware.machine_spec import (
     CUBLAS_BYTES,
@@ -157,7 +157,8 @@ def ask(options: PlanFlags, model: AskedModel | None = None, figures: ModelFigur
     figures = figures or _figures(model, config)
     spec = figures.spec
     share_of(config.sequences_per_step, num_ranks)
-    tokens, note = _tokens(options, model.path, None if model.run is None else config.data)
+    fields = () if model.run is None else SourceConfig.model_fields
+    tokens, note = _tokens(options, model.path, {name: getattr(config.data, name) for name in fields})
     own_processor = not all(gpu.is_host for gpu in machine.gpus)
     net = net_of(options)
     question = question_for(
@@ -328,7 +329,7 @@ def _whole_mib(num_bytes: float) -> int:
     return int(num_bytes) // _MIB * _MIB
 
 
-def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> tuple[float | None, str]:
+def _tokens(options: PlanFlags, model_path: str, reads: dict[str, Any]) -> tuple[float | None, str]:
     """Return the tokens to train on, named or those of the data, and what their number rests on."""
     text, data = options.tokens, Path(options.data or "")
     if options.epochs is not None and text is not None:
@@ -337,7 +338,9 @@ def _tokens(options: PlanFlags, model_path: str, read_by: DataConfig | None) -> 
         where = "" if options.data is None else f" at {data}"
         raise ConfigError(f"--epochs: no data{where}; name them with --data")
     if text is None and (options.epochs is not None or ("data" in options.named and data.exists())):
-        counted, epochs = count_data(data, Path(model_path), read_by), options.epochs or 1
+        from outsize.data.reading.record_lengths import count_data
+
+        counted, epochs = count_data(data, Path(model_path), reads), options.epochs or 1
         times = f", {epochs} times" if epochs > 1 else ""
         return epochs * counted.tokens, f"{data.name}{times}: {counted.note}"
     if text is None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from outsize.choices import DataFormat
 from outsize.data.reading.corpus_files import Container, Corpus, Sources, Tolerance, read_chunks
 from outsize.data.reading.formats import Document, blank_replies, detect_format, renamed, to_document
@@ -326,28 +324,3 @@ def _is_text(path: Path) -> bool:
     except DataError:
         return False
     return True
-
-
-# Sequences are as long as the longest record up to so many tokens; of longer ones so many records are whole.
-WHOLE_UP_TO, WHOLE_SHARE = 2048, 0.99
-# Lengths are multiples of this, for the kernels' sake.
-_MULTIPLE = 64
-# Records of a step, and the steps that an epoch has at least where there are fewer of them.
-MOST_RECORDS, LEAST_STEPS = 16, 50
-
-
-def length_for(lengths: Any, limit: int, tokens: int | None = None, microbatches: int = 1) -> int:
-    """Return the tokens of a sequence that records of ``lengths`` fit in, at most ``limit``, which divide a step's."""
-    longest = int(max(lengths))
-    if longest > WHOLE_UP_TO:
-        longest = max(WHOLE_UP_TO, int(np.quantile(lengths, WHOLE_SHARE, method="higher")))
-    wanted = min(limit, max(2, -(-longest // _MULTIPLE) * _MULTIPLE))
-    if tokens is None:
-        return wanted
-    parts = [size for size in range(2, max(2, min(limit, tokens // microbatches)) + 1) if tokens % size == 0]
-    return min((size for size in parts if size >= wanted), default=max(parts, default=wanted))
-
-
-def sequences_for(num_records: float, share: float) -> int:
-    """Return the sequences of a step, where a record takes that share of one."""
-    return max(1, round(min(MOST_RECORDS, max(1.0, num_records / LEAST_STEPS)) * share))

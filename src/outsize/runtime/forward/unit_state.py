@@ -132,12 +132,8 @@ def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
     """
     state, marks = UnitState(modules), dict[int, Any]()
     settings: dict[tuple[Any, str], Any] = {(0, name): read() for name, read in _FLAGS.items()}
-    for holder in (
-        torch,
-        nn.functional,
-        Tensor,
-        *{base for m in state.modules for base in type(m).__mro__[:-1]},
-    ):
+    bases = {base for module in state.modules for base in type(module).__mro__[:-1]}
+    for holder in (torch, nn.functional, Tensor, *bases):
         of_holder = ((n, v) for n, v in vars(holder).items() if type(v) in _FUNCTIONS and n != "manual_seed")
         settings.update(((id(holder), name), function) for name, function in of_holder)
     for kind in set(map(type, state.modules)):
