@@ -155,7 +155,7 @@ def modules_in_cycles() -> Iterator[str]:
 
 
 FIGURES = (
-    Figure("lines", "lines of Python in src", source_lines, 89_077, 62_000),
+    Figure("lines", "lines of Python in src", source_lines, 89_085, 62_000),
     Figure("files", "files of Python in src", lambda: iter(files()), 350, 320),
     Figure("long-files", f"files over {FILE_LINES} lines", long_files, 0, 0),
     Figure("long-functions", f"functions over {FUNCTION_LINES} lines", long_functions, 0, 0),

@@ -16,7 +16,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 PYTHON="${PYTHON:-python3}" DEVICE="${DEVICE:-cuda}" RESULTS="${RESULTS:-bench/results}"
-ALL_S="${ALL_S:-1680}" PATIENCE="${PATIENCE:-1}"
+PATIENCE="${PATIENCE:-1}" && ALL_S="${ALL_S:-$((1680 * PATIENCE))}"
 mkdir -p "$RESULTS"
 if [[ ${INSTALL:-1} != 0 ]] && lacks=$("$PYTHON" bench/gpu/check_packages.py --names) && [[ -n $lacks ]]; then
     "$PYTHON" -m venv --system-site-packages .venv-gpu && PYTHON=.venv-gpu/bin/python

@@ -76,6 +76,11 @@ def output_collector() -> Any:
     return output_capturing._active_collector
 
 
+def output_variable() -> Any:
+    """Return the variable of Python behind `output_collector`, which compiled code cannot read."""
+    return getattr(output_collector(), "context_var", output_collector())
+
+
 # What `put_output_hooks` changes, which is no state that a forward leaves.
 OUTPUT_HOOKS = ("._output_capturing_hooks_installed", "._forward_hooks", "._forward_hooks_with_kwargs")
 

@@ -137,6 +137,8 @@ class Source:
                 self._device.copy(rows, table.index_select(0, numbers))
             self._count(rows.nbytes)
             return rows
+        if not len(numbers):
+            return rows
         done = 0
         count = max(READ_BYTES // max(width * dtype.itemsize, 2 * 4096), 1)
         for part in numbers.tensor_split(tuple(range(count, len(numbers), count))):

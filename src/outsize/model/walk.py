@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from outsize.accelerators import VENDORS
 from outsize.compat import torch_private
-from outsize.compat.transformers_private import output_collector
+from outsize.compat.transformers_private import output_collector, output_variable
 from outsize.errors import Closing, ModelError
 
 # The keyword argument that tells a unit's forward what to run in.
@@ -291,10 +291,7 @@ class _Coroutine(greenlet.greenlet):  # type: ignore[misc]
 
     def _variables(self) -> tuple[tuple[contextvars.ContextVar[Any], Any], ...]:
         """Return the context variables that the model's own code has set, but for that in which it collects outputs."""
-        now, collector = contextvars.copy_context().items(), output_collector()
-        collector = getattr(
-            collector, "context_var", collector
-        )  # what compiled code sees in place of it is around it
+        now, collector = contextvars.copy_context().items(), output_variable()
         changed = tuple((v, x) for v, x in now if v is not collector and self.given.get(v, self) is not x)
         if any(isinstance(value, Tensor) and value.requires_grad for _, value in changed):
             raise ModelError(

@@ -248,7 +248,7 @@ def named_by(module: nn.Module) -> Iterator[Any]:
     for function in code_of(cast("Hashable", type(module))):
         yield from _named_in(function)
     hooks = (hook for hung in forward_hooks_of(module) for hook in hung.values())
-    of_user = (value for name, value in vars(module).items() if name not in OF_MODULES and callable(value))
+    of_user = (value for name, value in vars(module).items() if name not in OF_MODULES)
     for one in (*hooks, *(each for each in of_user if isinstance(each, (types.FunctionType, partial)))):
         yield from _held_by(one)
 

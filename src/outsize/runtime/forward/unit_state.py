@@ -146,7 +146,11 @@ def _settings_of(modules: Iterable[nn.Module]) -> dict[tuple[Any, str], Any]:
             if name not in _OF_NO_EFFECT and ("_forward_" not in name or value):
                 settings[at, name] = "_forward_" in name or _mark_of(value, marks)
     for other in state.others:
-        items = read_variables(other) if isinstance(other, Variables) else [(type(other).__name__, other)]
+        items = (
+            read_variables(other)
+            if isinstance(other, Variables)
+            else [(f"what a hook holds ({type(other).__name__})", other)]
+        )
         at = id(other.holder if isinstance(other, Variables) else other)
         settings.update(((at, name), _mark_of(value, marks)) for name, value in items)
     return settings
